@@ -1,0 +1,101 @@
+"""functional_ckpt: save and load sharded training state; a checkpoint saved under one layout loads under any other.
+
+The names below are imported on first use; ``import functional_ckpt`` imports neither torch nor TensorStore.
+
+Examples
+--------
+>>> import numpy as np, functional_ckpt
+>>> _ = functional_ckpt.save({"w": np.ones(3)}, "memory://package-example")
+>>> functional_ckpt.load({"w": np.zeros(3)}, "memory://package-example")
+{'w': array([1., 1., 1.])}
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functional_ckpt import errors
+    from functional_ckpt.api import async_save, diff, load, save
+    from functional_ckpt.checkpoint import Checkpoint, StoredArray, open_checkpoint
+    from functional_ckpt.leaves import PerRank
+    from functional_ckpt.pending import PendingSave
+    from functional_ckpt.plan.layout import LayoutPolicy
+    from functional_ckpt.plan.manifest import Manifest
+    from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
+    from functional_ckpt.saving import Progress
+    from functional_ckpt.spec.array import ArraySpec, ObjectSpec
+    from functional_ckpt.spec.box import Box
+    from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
+    from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
+    from functional_ckpt.store.sweep import sweep
+
+_MODULES = {
+    "async_save": "api",
+    "diff": "api",
+    "load": "api",
+    "save": "api",
+    "Checkpoint": "checkpoint",
+    "StoredArray": "checkpoint",
+    "open_checkpoint": "checkpoint",
+    "PerRank": "leaves",
+    "PendingSave": "pending",
+    "LayoutPolicy": "plan.layout",
+    "Manifest": "plan.manifest",
+    "LoadPolicy": "policy",
+    "SavePolicy": "policy",
+    "Strict": "policy",
+    "Progress": "saving",
+    "ArraySpec": "spec.array",
+    "ObjectSpec": "spec.array",
+    "Box": "spec.box",
+    "Fragment": "spec.sharding",
+    "ShardSpec": "spec.sharding",
+    "World": "spec.sharding",
+    "VerifyReport": "store.reading",
+    "read_manifest": "store.reading",
+    "verify": "store.reading",
+    "sweep": "store.sweep",
+}
+
+__all__ = [
+    "ArraySpec",
+    "Box",
+    "Checkpoint",
+    "Fragment",
+    "LayoutPolicy",
+    "LoadPolicy",
+    "Manifest",
+    "ObjectSpec",
+    "PendingSave",
+    "PerRank",
+    "Progress",
+    "SavePolicy",
+    "ShardSpec",
+    "StoredArray",
+    "Strict",
+    "VerifyReport",
+    "World",
+    "async_save",
+    "diff",
+    "errors",
+    "load",
+    "open_checkpoint",
+    "read_manifest",
+    "save",
+    "sweep",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("functional_ckpt.errors")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'functional_ckpt' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"functional_ckpt.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,224 @@
+"""`Checkpoint`: an open checkpoint as a mapping of lazy arrays, for looking inside and for loading without ranks."""
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
+from functional_ckpt.loading import read_object
+from functional_ckpt.plan.load import ArrayRead, LoadPlan
+from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import Fragment
+from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
+from functional_ckpt.store.base import Store, open_store
+from functional_ckpt.store.buffer import HostBuffer
+from functional_ckpt.store.encoding import numpy_dtype
+from functional_ckpt.store.execute import check_chunk, read_plan
+from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.values import decode_text
+
+__all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
+
+_BUDGET_NBYTES = 2**30
+
+
+@attrs.frozen(eq=False)
+class StoredArray:
+    """A stored array; nothing is read before it is indexed.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> _ = functional_ckpt.save({"w": np.arange(6.0).reshape(2, 3)}, "memory://stored-example")
+    >>> functional_ckpt.open_checkpoint("memory://stored-example")["w"][1, ::2]
+    array([3., 5.])
+    """
+
+    entry: ArrayEntry
+    _store: Store
+
+    @property
+    def key(self) -> str:
+        """Key that the array is stored under."""
+        return self.entry.spec.key
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent per dimension, in elements."""
+        return self.entry.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        """Zarr v3 name of the data type."""
+        return self.entry.spec.dtype
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Shape of one chunk, in elements."""
+        return self.entry.layout.chunk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, uncompressed."""
+        return self.entry.spec.nbytes
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return elements as numpy does for ints, slices with any step, and ``...``; reads the chunks touched only.
+
+        Raises
+        ------
+        IndexError, ShapeError
+            For an index outside the array, or of a kind that numpy would call fancy.
+        CorruptionError
+            If a chunk is missing, or one that is read whole differs from its digest.
+        """
+        box, rest = _basic_index(index, self.shape, self.key)
+        values = np.empty(box.shape, numpy_dtype(self.dtype))
+        for chunk in self.entry.grid.touched(box):
+            problem = check_chunk(self._store, self.entry, chunk)
+            if problem is not None:
+                raise problem
+        reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
+        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], self._store, _BUDGET_NBYTES)
+        return values[rest]
+
+    def torch(self) -> Any:
+        """Return the whole array as a CPU tensor (needs torch)."""
+        tensors = importlib.import_module("functional_ckpt.torch.tensors")
+        return tensors.to_torch(self[...], self.dtype)
+
+
+@attrs.frozen(eq=False)
+class Checkpoint(Mapping[str, StoredArray]):
+    """An open checkpoint: key -> `StoredArray`; tied keys give the same array.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> _ = functional_ckpt.save({"w": np.ones(2), "step": 7}, "memory://open-example", attributes={"run": "a"})
+    >>> checkpoint = functional_ckpt.open_checkpoint("memory://open-example")
+    >>> list(checkpoint), checkpoint.attributes["run"], checkpoint.state()["step"]
+    (['w'], 'a', 7)
+    """
+
+    manifest: Manifest
+    _store: Store
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint is."""
+        return self._store.url
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """The attributes that were passed to `save`."""
+        return MappingProxyType(json.loads(self.manifest.attributes))
+
+    def __getitem__(self, key: str) -> StoredArray:
+        """Return the array under `key`."""
+        entry = self.manifest.by_key.get(key)
+        if entry is None:
+            raise KeyMismatchError("the checkpoint has no such array", key)
+        return StoredArray(entry, self._store)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys of all arrays, sorted."""
+        return iter(sorted(self.manifest.by_key))
+
+    def __len__(self) -> int:
+        """Return the number of arrays, tied keys included."""
+        return len(self.manifest.by_key)
+
+    def tree(self) -> Any:
+        """Return the nested state with plain values in place and arrays as `StoredArray`.
+
+        Values that were saved as `PerRank` stand in a dict keyed by rank.
+        """
+        manifest = self.manifest
+        leaves: list[tuple[Any, Any]] = [(e.path or (e.spec.key,), self[e.spec.key]) for e in manifest.arrays]
+        leaves += [(alias.path or (alias.key,), self[alias.target]) for alias in manifest.aliases]
+        leaves += [(v.path if v.path is not None else (v.key,), decode_text(v.key, v.text)) for v in manifest.values]
+        try:
+            return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
+        except ValueError as error:
+            raise CorruptionError("the paths of the manifest make no tree", self.url, found=str(error)) from None
+
+    def state(self, framework: str = "numpy", safe_globals: Any = ()) -> Any:
+        """Return the whole nested state, unsharded, as numpy arrays or (``framework="torch"``) CPU tensors.
+
+        Tied leaves are one array. Objects are read under `safe_globals`, see `LoadPolicy`.
+        """
+        made: dict[str, Any] = {}
+
+        def materialise(_path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, StoredArray):
+                return leaf
+            if leaf.key not in made:
+                if leaf.entry.codec is not None:
+                    made[leaf.key] = read_object(self._store, leaf.entry, safe_globals)
+                else:
+                    made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
+            return made[leaf.key]
+
+        return map_leaves(materialise, self.tree())
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a committed checkpoint; reads its manifest only.
+
+    Raises
+    ------
+    NotACheckpointError, CorruptionError
+        If there is none, or its manifest is not the one that was committed.
+
+    Examples
+    --------
+    >>> open_checkpoint("memory://no-such")
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://no-such', found nothing. Check the path
+    """
+    return Checkpoint(read_manifest(path), open_store(path))
+
+
+def _by_rank(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(DictKey(item.rank) if isinstance(item, RankItem) else item for item in path)
+
+
+def _basic_index(index: Any, shape: tuple[int, ...], key: str) -> tuple[Box, tuple[Any, ...]]:
+    """Return the smallest box that holds a basic index, and the index that picks from it."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    open_ended = any(item is Ellipsis for item in items)
+    if open_ended:
+        at = next(i for i, item in enumerate(items) if item is Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    items += [slice(None)] * (len(shape) - len(items))
+    if len(items) != len(shape):
+        raise IndexError(f"too many indices for {key!r} of shape {shape}")
+    bounds = [_axis_bounds(item, n, key, shape) for item, n in zip(items, shape, strict=True)]
+    box = Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
+    # As in numpy, `...` gives an array where plain ints would give a scalar.
+    return box, (*(b[2] for b in bounds), *((...,) if open_ended else ()))
+
+
+def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tuple[int, int, Any]:
+    if isinstance(item, slice):
+        picked = range(extent)[item]
+        if not len(picked):
+            return 0, 0, slice(0, 0)
+        low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1
+        return low, high, slice(None, None, picked.step)
+    try:
+        at = range(extent)[item]
+    except TypeError:
+        raise ShapeError("only ints, slices and ... index a stored array", key, None, shape, None, None, repr(item),
+                         "Read a slice and index the numpy array") from None  # fmt: skip
+    return at, at + 1, 0
+

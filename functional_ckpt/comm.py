@@ -1,0 +1,140 @@
+"""Communication is an argument: `Gather`, and the one way in which ranks fail together."""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import attrs
+
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointErrors,
+    ProblemError,
+    RankFailedError,
+    StorageError,
+    raise_problems,
+)
+
+__all__ = ["Gather", "LocalGather", "together"]
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Gather(Protocol):
+    """What planning needs of a group of processes: who I am, how many we are, and an exchange of values.
+
+    `all_gather` is called by all ranks in the same order and returns the values of all ranks in rank order. It
+    raises when a peer has died or does not answer in time.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Position of this process in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the group."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank."""
+
+
+@attrs.frozen
+class LocalGather:
+    """A group of one process.
+
+    Examples
+    --------
+    >>> LocalGather().all_gather("x")
+    ['x']
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return ``[value]``."""
+        return [value]
+
+
+@attrs.frozen
+class _Outcome:
+    value: Any
+    problems: tuple[CheckpointError, ...]
+
+
+def together(gather: Gather, function: Callable[[], T]) -> list[T]:
+    """Run `function` on every rank and return the results of all; if any rank fails, every rank raises.
+
+    An error that all ranks report alike is raised once; one that only some report names them.
+
+    Raises
+    ------
+    CheckpointError
+        The problems of all ranks, on all ranks.
+
+    Examples
+    --------
+    >>> together(LocalGather(), lambda: 3)
+    [3]
+    """
+    cause: BaseException | None = None
+    try:
+        mine = _Outcome(function(), ())
+    except BaseException as error:
+        cause = error
+        mine = _Outcome(None, _portable(error))
+    try:
+        outcomes: list[_Outcome] = gather.all_gather(mine)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise RankFailedError(
+            "the group of ranks broke while they agreed", None, gather.rank, found=str(error),
+            remedy="A peer died or did not answer within the policy's timeout; nothing was published",
+        ) from (cause or error)  # fmt: skip
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    _raise_merged([o.problems for o in outcomes], cause)
+    return [o.value for o in outcomes]
+
+
+def _raise_merged(problems: Sequence[tuple[CheckpointError, ...]], cause: BaseException | None) -> None:
+    reporters: dict[tuple[str, str], list[int]] = {}
+    first: dict[tuple[str, str], CheckpointError] = {}
+    for rank, found in enumerate(problems):
+        for problem in found:
+            name = (type(problem).__name__, str(problem))
+            first.setdefault(name, problem)
+            reporters.setdefault(name, []).append(rank)
+    everyone = len(problems)
+    merged = [
+        problem if len(set(reporters[name])) == everyone else _named(problem, tuple(sorted(set(reporters[name]))))
+        for name, problem in first.items()
+    ]
+    if merged and cause is not None and not isinstance(cause, CheckpointError):
+        try:
+            raise_problems(merged)
+        except CheckpointError as error:
+            raise error from cause
+    raise_problems(merged)
+
+
+def _named(problem: CheckpointError, ranks: tuple[int, ...]) -> CheckpointError:
+    """Return `problem` with the ranks that reported it, unless it names ranks already."""
+    if isinstance(problem, ProblemError) and problem.rank is None:
+        values = {field.name: getattr(problem, field.name) for field in attrs.fields(type(problem))}
+        return type(problem)(**{**values, "rank": ranks[0] if len(ranks) == 1 else ranks})
+    return problem
+
+
+def _portable(error: BaseException) -> tuple[CheckpointError, ...]:
+    if isinstance(error, CheckpointErrors):
+        return tuple(e for e in error.exceptions if isinstance(e, CheckpointError))
+    if isinstance(error, CheckpointError):
+        return (error,)
+    if isinstance(error, OSError):
+        return (StorageError("storage failed", found=f"{type(error).__name__}: {error}"),)
+    text = "".join(traceback.format_exception(error)).strip()
+    return (RankFailedError(f"a rank failed with {type(error).__name__}", found=str(error), remedy=text),)

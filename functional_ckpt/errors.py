@@ -1,0 +1,219 @@
+"""One hierarchy for everything that can go wrong, with every problem reported at once.
+
+A problem names what failed, then the key, shape, offset, rank, what was expected and what was
+found, and ends with the remedy. Problems are values first (planning returns them) and exceptions
+second (the edge raises them). Fields are positional because errors travel between ranks by pickle,
+which rebuilds an exception from its positional arguments.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+__all__ = [
+    "AlreadyExistsError",
+    "CastError",
+    "CheckpointError",
+    "CheckpointErrors",
+    "CheckpointWarning",
+    "CorruptionError",
+    "DTypeError",
+    "DuplicateKeyError",
+    "FormatVersionError",
+    "GapError",
+    "KeyMismatchError",
+    "LayoutError",
+    "NotACheckpointError",
+    "NotImplementedYet",
+    "ObjectCodecError",
+    "OverlapError",
+    "PathNotSharedError",
+    "PerRankError",
+    "PolicyError",
+    "ProblemError",
+    "RankFailedError",
+    "ReplicaError",
+    "SaveCancelledError",
+    "ShapeError",
+    "SpecError",
+    "StorageError",
+    "UnsupportedLeafError",
+    "raise_problems",
+]
+
+
+class CheckpointError(Exception):
+    """Base of every error this library raises on purpose.
+
+    Examples
+    --------
+    >>> issubclass(GapError, CheckpointError) and issubclass(CheckpointErrors, CheckpointError)
+    True
+    """
+
+
+class CheckpointWarning(UserWarning):
+    """Something that a policy says to report rather than raise."""
+
+
+@attrs.define(slots=False)
+class ProblemError(CheckpointError):
+    """One problem, with the facts that locate it.
+
+    Examples
+    --------
+    >>> print(GapError("a cell has no writer", "w", None, (4, 4), (2, 0)))
+    a cell has no writer: key 'w', shape (4, 4), offset (2, 0)
+    """
+
+    what: str
+    key: str | None = None
+    rank: int | tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+    expected: object = None
+    found: object = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        facts = [
+            f"{name} {value!r}" if name == "key" else f"{name} {value}"
+            for name in ("key", "shape", "offset", "rank", "expected", "found")
+            if (value := getattr(self, name)) is not None
+        ]
+        text = f"{self.what}: {', '.join(facts)}" if facts else self.what
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+
+class CheckpointErrors(ExceptionGroup[CheckpointError], CheckpointError):  # noqa: N818 - a plural
+    """Several problems at once; ``.exceptions`` holds them, ``except*`` selects among them.
+
+    Examples
+    --------
+    >>> raise_problems([GapError("a"), OverlapError("b")])
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.CheckpointErrors: 2 problems:
+      GapError: a
+      OverlapError: b (2 sub-exceptions)
+    """
+
+    def derive(self, excs: Sequence[CheckpointError]) -> "CheckpointErrors":  # type: ignore[override]
+        """Return a group of `excs` of this type (called by ``split`` and ``except*``)."""
+        return CheckpointErrors(self.message, list(excs))
+
+
+class SpecError(ProblemError, ValueError):
+    """What the ranks say they hold is not one consistent state."""
+
+
+class GapError(SpecError):
+    """A cell of an array is held by nobody."""
+
+
+class OverlapError(SpecError):
+    """A cell of an array is written by two different shards."""
+
+
+class ReplicaError(SpecError):
+    """A shard has no main replica, several, or replicas with different content."""
+
+
+class ShapeError(SpecError):
+    """Shapes, offsets or ranks (numbers of dimensions) disagree or are out of bounds."""
+
+
+class DTypeError(SpecError):
+    """A data type is unknown, unsupported, or differs between ranks."""
+
+
+class DuplicateKeyError(SpecError):
+    """Two leaves claim one key, or two keys claim one node name."""
+
+
+class UnsupportedLeafError(SpecError, TypeError):
+    """A leaf of the state has no representation in the format."""
+
+
+class PolicyError(ProblemError, ValueError):
+    """A policy field has a value that is not allowed."""
+
+
+class LayoutError(ProblemError):
+    """No chunk grid suits the array, the store and the policy."""
+
+
+class KeyMismatchError(ProblemError, KeyError):
+    """A wanted key is not in the checkpoint, or a stored key is not wanted."""
+
+    __str__ = ProblemError.__str__
+
+
+class CastError(ProblemError, TypeError):
+    """Loading would change a data type in a way that the policy forbids."""
+
+
+class PerRankError(ProblemError):
+    """Values that differ by rank cannot be dealt to another number of ranks by themselves."""
+
+
+class ObjectCodecError(ProblemError):
+    """An object cannot be written, or not read safely, with the codec at hand."""
+
+
+class StorageError(ProblemError):
+    """The storage below failed (no space, no permission, input/output error)."""
+
+
+class AlreadyExistsError(StorageError):
+    """The target exists and may not be replaced."""
+
+
+class PathNotSharedError(StorageError):
+    """The ranks do not see one directory under the path."""
+
+
+class NotACheckpointError(StorageError):
+    """The path holds no committed checkpoint of this format."""
+
+
+class FormatVersionError(NotACheckpointError):
+    """The checkpoint was written by a newer major version of the format."""
+
+
+class CorruptionError(StorageError):
+    """Stored bytes are missing, have another size, or another digest than was saved."""
+
+
+class RankFailedError(ProblemError):
+    """Another rank failed with an error that is not ours, or died."""
+
+
+class SaveCancelledError(ProblemError):
+    """The save was cancelled before it was published."""
+
+
+class NotImplementedYet(ProblemError, NotImplementedError):  # noqa: N818 - reads as a state, not an error
+    """A documented option that this version does not build yet."""
+
+
+def raise_problems(problems: Iterable[CheckpointError]) -> None:
+    """Raise all `problems` at once: one as itself, several as a `CheckpointErrors` group.
+
+    Raises
+    ------
+    CheckpointError
+        If there is any problem.
+
+    Examples
+    --------
+    >>> raise_problems([])
+    """
+    found: list[CheckpointError] = []
+    for problem in problems:
+        found.extend(problem.exceptions if isinstance(problem, CheckpointErrors) else [problem])
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = "".join(f"\n  {type(p).__name__}: {p}" for p in found)
+        raise CheckpointErrors(f"{len(found)} problems:{lines}", found)

@@ -1,0 +1,263 @@
+"""A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
+
+import difflib
+import warnings
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from functional_ckpt.comm import Gather, together
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    KeyMismatchError,
+    PerRankError,
+    ProblemError,
+    SpecError,
+    raise_problems,
+)
+from functional_ckpt.leaves import PerRank, Target, adapter_of
+from functional_ckpt.objects import object_from_bytes
+from functional_ckpt.plan.load import LoadPlan, plan_load
+from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.policy import LoadPolicy
+from functional_ckpt.saving import Progress, Tracker
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.tree import Path as TreePath, key_of, map_leaves
+from functional_ckpt.store.base import Store, open_store
+from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.execute import check_chunk, read_chunk, read_plan
+from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.values import decode_text
+
+__all__ = ["load_tree", "read_object"]
+
+
+def load_tree(
+    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, report: Callable[[Progress], None] | None
+) -> Any:
+    """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
+    """
+    tracker = Tracker(report)
+    tracker.enter("plan")
+    store = open_store(path)
+    manifests = together(gather, lambda: read_manifest(path))
+    manifest = manifests[gather.rank]
+    if any(other != manifest for other in manifests):
+        raise SpecError("the ranks see different checkpoints under one path", store.url,
+                        remedy="Load from a path on a file system that all ranks share")  # fmt: skip
+    seeker = _Seeker(manifest, store, policy, gather)
+    kept: list[tuple[Any, LoadPlan]] = []
+
+    def plan() -> tuple[str, ...]:
+        kept.append((seeker.seek(like), seeker.plan()))
+        return tuple(seeker.used)
+
+    used = {key for keys in together(gather, plan) for key in keys}
+    _check_unexpected(manifest, used, policy)
+    skeleton, load_plan = kept[0]
+    tracker.enter("read", sum(r.box.size * manifest.by_key[r.key].spec.itemsize for r in load_plan.reads))
+    together(gather, lambda: seeker.read(load_plan, tracker.add))
+    tracker.enter("done")
+    return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, skeleton)
+
+
+@attrs.frozen(eq=False)
+class _Later:
+    """Stands in the tree for a leaf that exists once the bytes are read."""
+
+    result: Callable[[], Any]
+
+
+class _Seeker:
+    """Finds for each leaf of `like` what is stored for it; one object per load."""
+
+    def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
+        self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
+        self.used: dict[str, None] = {}
+        self.shards: list[ShardSpec] = []
+        self.buffers: list[Buffer] = []
+        self._problems: list[CheckpointError] = []
+        self._values = {value.key: value for value in manifest.values}
+        self._per_rank = {entry.key: entry for entry in manifest.per_rank}
+        self._filled: dict[Hashable, ArrayEntry] = {}
+        self._allocated: dict[Hashable, Any] = {}
+
+    def seek(self, like: Any) -> Any:
+        """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
+
+        Raises
+        ------
+        CheckpointError
+            All leaves for which nothing fitting is stored.
+        """
+        found = map_leaves(self._leaf, like)
+        raise_problems(self._problems)
+        return found
+
+    def plan(self) -> LoadPlan:
+        """Plan the reads and check that every chunk they need is there."""
+        entries = self.manifest.by_key
+        plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
+        needed = {
+            (entries[read.key].spec.key, index): entries[read.key]
+            for read in plan.reads
+            for index in entries[read.key].grid.touched(read.box)
+        }
+        problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
+        raise_problems(problem for problem in problems if problem is not None)
+        return plan
+
+    def read(self, plan: LoadPlan, on_bytes: Callable[[int], None]) -> None:
+        """Fill the targets."""
+        policy = self.policy
+        read_plan(
+            plan, self.manifest.by_key, self.buffers, self.store, policy.budget_nbytes, policy.verify, on_bytes
+        )
+
+    def _leaf(self, path: TreePath, leaf: Any) -> Any:
+        key = key_of(path)
+        if not self.policy.selects(key):
+            return leaf
+        try:
+            if isinstance(leaf, PerRank):
+                return self._per_rank_leaf(path, key, leaf)
+            return self._stored_leaf(self.policy.stored_key(key), leaf)
+        except CheckpointError as error:
+            self._problems.append(error)
+            return leaf
+
+    def _stored_leaf(self, key: str, leaf: Any) -> Any:
+        adapter = adapter_of(leaf)
+        entry = self.manifest.by_key.get(key)
+        if key in self._values or entry is not None:
+            self.used[key] = None
+        if entry is not None and entry.codec is not None:
+            return read_object(self.store, entry, self.policy.safe_globals)
+        if key in self._values:
+            if adapter is not None:
+                raise SpecError("stored as a plain value, wanted as an array", key, found=self._values[key].text,
+                                remedy="Put any plain value there in `like`")  # fmt: skip
+            return decode_text(key, self._values[key].text)
+        if entry is None:
+            self._missing(key)
+            return leaf
+        if adapter is None:
+            raise SpecError(
+                "stored as an array, wanted as a plain value", key, None, entry.spec.shape, None, None,
+                type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
+            )  # fmt: skip
+        return self._array_leaf(key, entry, leaf, adapter.target)
+
+    def _array_leaf(
+        self, key: str, entry: ArrayEntry, leaf: Any, target_of: Callable[[str, Any, int, str], Target]
+    ) -> Any:
+        # Leaves that `like` allocates and the checkpoint has tied become one new array.
+        fresh = (entry.spec.key, type(leaf), getattr(leaf, "is_meta", leaf if isinstance(leaf, Hashable) else None))
+        if fresh[2] and fresh in self._allocated:
+            return self._allocated[fresh]
+        target = target_of(key, leaf, self.gather.rank, self.policy.device)
+        filled = self._filled.setdefault(target.held.identity, entry)
+        later = _Later(target.result)
+        if filled is not entry and filled.digests != entry.digests:
+            raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
+                            expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
+        if filled is entry and target.held.identity not in self._allocated:
+            self._allocated[target.held.identity] = later
+            self.shards += [shard for shard, _ in target.held.parts]
+            self.buffers += [buffer for _, buffer in target.held.parts]
+        if fresh[2]:
+            self._allocated[fresh] = later
+        return later
+
+    def _missing(self, key: str) -> None:
+        action = self.policy.strict.missing
+        problem = KeyMismatchError(
+            "the checkpoint has no such key", key, remedy=_nearest(key, self._stored_keys())
+            or "Pass LoadPolicy(strict=Strict(missing='report')) to keep what `like` holds",
+        )  # fmt: skip
+        if action == "raise":
+            raise problem
+        if action == "report":
+            warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
+
+    def _stored_keys(self) -> list[str]:
+        return [*self.manifest.by_key, *self._values]
+
+    def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
+        stored = self._per_rank.get(self.policy.stored_key(key))
+        if stored is None:
+            self._missing(key)
+            return leaf
+        below = [k for k in self._stored_keys() if k.startswith(f"{stored.key}.rank")]
+        self.used.update(dict.fromkeys(below))
+        saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
+        if saved == now or rule == "first":
+            rank = self.gather.rank if saved == now else 0
+            inner = self._rank_value(stored.key, rank, leaf.value)
+            return _Later(lambda: PerRank(_resolved(inner)))
+        if callable(rule):
+            values = [self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)]
+            return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+        raise PerRankError(
+            "values that differ by rank were saved by another number of ranks", key, self.gather.rank, None, None,
+            f"{saved} ranks", f"{now} ranks", "Pass LoadPolicy(per_rank='first') or a function that deals them out",
+        )  # fmt: skip
+
+    def _rank_value(self, key: str, rank: int, like: Any) -> Any:
+        return map_leaves(
+            lambda inner, leaf: self._stored_leaf(".".join(filter(None, (f"{key}.{RankItem(rank)}", key_of(inner)))), leaf),
+            like,
+        )
+
+    def _fresh(self, key: str, rank: int, like: Any) -> Any:
+        """Return `like` with new arrays of the stored shapes, so that the values of many ranks fit side by side."""
+
+        def fresh(inner: TreePath, leaf: Any) -> Any:
+            adapter = adapter_of(leaf)
+            entry = self.manifest.by_key.get(".".join(filter(None, (f"{key}.{RankItem(rank)}", key_of(inner)))))
+            return adapter.empty(leaf, entry.spec) if adapter is not None and entry is not None else leaf
+
+        return map_leaves(fresh, like)
+
+
+def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
+    """Return the object that an array of bytes holds."""
+    chunks = [read_chunk(store, entry.spec, entry.layout, index) for index in entry.grid.touched(entry.spec.box)]
+    return object_from_bytes(entry.spec.key, np.concatenate(chunks), safe_globals)
+
+
+def _resolved(tree: Any) -> Any:
+    return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)
+
+
+def _check_unexpected(manifest: Manifest, used: set[str], policy: LoadPolicy) -> None:
+    stored = [*manifest.by_key, *(value.key for value in manifest.values)]
+    extra = sorted(key for key in stored if key not in used and (policy.keys is None or policy.selects(key)))
+    action = policy.strict.unexpected
+    if not extra or action == "ignore":
+        return
+    problems: list[ProblemError] = [
+        KeyMismatchError(
+            "the checkpoint has a key that `like` does not", key,
+            remedy="Add it, select with LoadPolicy(keys=...), or pass LoadPolicy(strict=Strict(unexpected='ignore'))",
+        )
+        for key in extra
+    ]  # fmt: skip
+    if action == "raise":
+        raise_problems(problems)
+    for problem in problems:
+        warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
+
+
+def _nearest(key: str, stored: list[str]) -> str | None:
+    close = difflib.get_close_matches(key, stored, 1) if len(stored) < 10_000 else []
+    return f"Did you mean {close[0]!r}?" if close else None

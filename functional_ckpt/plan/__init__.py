@@ -1,0 +1,1 @@
+"""What moves: layouts, save plans, load plans and the manifest. Pure functions from specs to values."""

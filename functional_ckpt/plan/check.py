@@ -1,0 +1,87 @@
+"""Checks of a whole world and of its keys. They return problems as values, all of them."""
+
+from collections.abc import Iterable, Sequence
+
+from functional_ckpt.errors import (
+    DTypeError,
+    DuplicateKeyError,
+    GapError,
+    OverlapError,
+    ProblemError,
+    ShapeError,
+)
+from functional_ckpt.plan.replica import Holder
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.tiling import check_tiling
+
+__all__ = ["check_agreement", "check_cover", "check_unique_keys"]
+
+
+def check_agreement(holders: Sequence[Holder]) -> list[ProblemError]:
+    """Return a problem if two ranks describe one array differently; names both ranks.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> a, b = ArraySpec("w", (2,), "int8"), ArraySpec("w", (3,), "int8")
+    >>> print(check_agreement([(0, 0, ShardSpec(a, a.box)), (3, 0, ShardSpec(b, b.box))])[0])
+    ranks disagree about the shape of an array: key 'w', rank (0, 3), expected (2,), found (3,)
+    """
+    rank, _, first = holders[0]
+    for other_rank, _, other in holders[1:]:
+        if other.array.shape != first.array.shape:
+            return [ShapeError("ranks disagree about the shape of an array", first.key, (rank, other_rank),
+                               None, None, first.array.shape, other.array.shape)]  # fmt: skip
+        if other.array.dtype != first.array.dtype:
+            return [DTypeError("ranks disagree about the data type of an array", first.key, (rank, other_rank),
+                               first.array.shape, None, first.array.dtype, other.array.dtype)]  # fmt: skip
+    return []
+
+
+def check_cover(array: ArraySpec, writes: Sequence[tuple[int, Box]]) -> list[ProblemError]:
+    """Return a problem for an overlap and one for a gap between ``(rank, box)`` pieces of `array`.
+
+    Examples
+    --------
+    >>> w = ArraySpec("w", (4,), "int8")
+    >>> [type(p).__name__ for p in check_cover(w, [(0, Box((0,), (3,))), (1, Box((2,), (3,)))])]
+    ['OverlapError', 'GapError']
+    """
+    if len(writes) == 1 and writes[0][1].shape == array.shape:
+        return []
+    boxes = [box for _, box in writes]
+    overlap, gap = check_tiling(array.box, boxes)
+    problems: list[ProblemError] = []
+    if overlap is not None:
+        one, other = overlap
+        common = boxes[one].intersect(boxes[other])
+        problems.append(OverlapError(
+            "two shards that are not copies of each other hold the same cells", array.key,
+            (writes[one][0], writes[other][0]), array.shape, common.start if common else None, None,
+            f"{boxes[one].start} to {boxes[one].stop} and {boxes[other].start} to {boxes[other].stop}",
+        ))  # fmt: skip
+    if gap is not None:
+        problems.append(GapError(
+            "no rank holds some cells", array.key, None, array.shape, gap.start,
+            "shards that cover the whole array", f"nothing from {gap.start} to {gap.stop}",
+        ))  # fmt: skip
+    return problems
+
+
+def check_unique_keys(keys: Iterable[str], what: str = "a key is used twice") -> list[ProblemError]:
+    """Return a problem for each key that occurs more than once, in order of the keys.
+
+    Examples
+    --------
+    >>> [p.key for p in check_unique_keys(["a", "b", "a"])]
+    ['a']
+    """
+    counts: dict[str, int] = {}
+    for key in keys:
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        DuplicateKeyError(what, key, found=f"{n} leaves", remedy="Rename one: a key is the path joined by dots")
+        for key, n in sorted(counts.items())
+        if n > 1
+    ]

@@ -1,0 +1,243 @@
+"""The chunk grid of one array: the layout ladder.
+
+1. *exclusive*: per axis, the greatest common divisor of the interior faces of all boxes gives the largest
+   grid in which no chunk has two writers; it is then split toward the target size. Taken when its chunks
+   reach the minimum size, or when one box is the whole array.
+2. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken only on a
+   store that can do that.
+
+Only the boxes, the data type and the policy decide: neither ranks nor their order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import gcd, prod
+
+import attrs
+
+from functional_ckpt.errors import LayoutError, PolicyError
+from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.box import Box
+
+__all__ = ["ChunkGrid", "Layout", "LayoutPolicy", "check_codec", "choose_layout", "exclusive_chunk", "subdivide"]
+
+MIB = 2**20
+_CODECS = {"crc32c": 0, "zstd": 1, "gzip": 1, "blosc": 1}
+
+
+def check_codec(codec: str) -> None:
+    """Raise `PolicyError` unless `codec` is ``crc32c``, ``zstd[:level]``, ``gzip[:level]`` or ``blosc[:level]``.
+
+    Examples
+    --------
+    >>> check_codec("zstd:5")
+    """
+    name, _, level = codec.partition(":")
+    if name not in _CODECS or (level and not (_CODECS[name] and level.lstrip("-").isdigit())):
+        raise PolicyError("no such codec", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]")
+
+
+@attrs.frozen(kw_only=True)
+class LayoutPolicy:
+    """How arrays are cut into chunks and encoded; sizes in bytes of one uncompressed chunk.
+
+    `codecs` maps key prefixes to codec names, the longest matching prefix wins, ``""`` matches all.
+    `extended_dtypes` is ``"native"`` (bfloat16 and float8 under their Zarr names) or ``"bits"`` (as unsigned
+    integers with an attribute, for tools that do not know those names).
+
+    Raises
+    ------
+    PolicyError
+        For sizes below 1 (`min_chunk_nbytes`: below 0), an unknown codec or representation.
+
+    Examples
+    --------
+    >>> LayoutPolicy(codecs=(("optim.", ("zstd:3",)),)).codecs_of("optim.step")
+    ('zstd:3',)
+    """
+
+    target_chunk_nbytes: int = 32 * MIB
+    min_chunk_nbytes: int = 4 * MIB
+    shared_chunk_nbytes: int = 2 * MIB
+    codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(
+        default=(), converter=lambda pairs: tuple((prefix, tuple(names)) for prefix, names in pairs)
+    )
+    extended_dtypes: str = "native"
+
+    def __attrs_post_init__(self) -> None:
+        if self.target_chunk_nbytes < 1 or self.shared_chunk_nbytes < 1 or self.min_chunk_nbytes < 0:
+            raise PolicyError("chunk sizes must be positive", found=self)
+        if self.extended_dtypes not in ("native", "bits"):
+            raise PolicyError("extended_dtypes is unknown", expected="'native' or 'bits'", found=self.extended_dtypes)
+        for _, names in self.codecs:
+            for name in names:
+                check_codec(name)
+
+    def codecs_of(self, key: str) -> tuple[str, ...]:
+        """Return the codecs for `key`: those of its longest matching prefix."""
+        found = [(len(prefix), names) for prefix, names in self.codecs if key.startswith(prefix)]
+        return max(found, default=(0, ()))[1]
+
+
+@attrs.frozen
+class ChunkGrid:
+    """A regular grid over an array: `shape` and `chunk` in elements, every chunk extent at least 1.
+
+    Examples
+    --------
+    >>> grid = ChunkGrid((5, 4), (2, 4))
+    >>> grid.counts, grid.box((2, 0))
+    ((3, 1), Box(start=(4, 0), stop=(5, 4)))
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Chunks per axis (0 along an empty axis)."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of chunks (1 for rank 0)."""
+        return prod(self.counts)
+
+    def box(self, index: Sequence[int]) -> Box:
+        """Return the cells of chunk `index`, clipped to the array."""
+        start = tuple(i * c for i, c in zip(index, self.chunk, strict=True))
+        stop = tuple(min(s + c, n) for s, c, n in zip(start, self.chunk, self.shape, strict=True))
+        return Box(start, stop)
+
+    def touched(self, box: Box) -> Iterator[tuple[int, ...]]:
+        """Yield the indices of the chunks that share a cell with `box`, row-major.
+
+        Examples
+        --------
+        >>> list(ChunkGrid((5,), (2,)).touched(Box((1,), (3,))))
+        [(0,), (1,)]
+        """
+        if box.size:
+            spans = zip(box.start, box.stop, self.chunk, strict=True)
+            yield from product(*(range(lo // c, -(-hi // c)) for lo, hi, c in spans))
+
+    def position(self, index: Sequence[int]) -> int:
+        """Return the row-major number of chunk `index`."""
+        flat = 0
+        for i, n in zip(index, self.counts, strict=True):
+            flat = flat * n + i
+        return flat
+
+
+@attrs.frozen
+class Layout:
+    """How one array lies in storage: `rung` of the ladder, `chunk` shape, `codecs`, data type as `stored`.
+
+    Examples
+    --------
+    >>> Layout("exclusive", (4,), (), "float32").rung
+    'exclusive'
+    """
+
+    rung: str
+    chunk: tuple[int, ...]
+    codecs: tuple[str, ...]
+    stored: str
+
+
+def choose_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, shared_ok: bool = True) -> Layout:
+    """Return the layout of `array` when `boxes` (fragments of its writers, in any order) are written.
+
+    `shared_ok` says that the store updates part of a chunk atomically.
+
+    Raises
+    ------
+    LayoutError
+        If only shared chunks would reach the minimum size and the store cannot share chunks.
+
+    Examples
+    --------
+    >>> w = ArraySpec("w", (8, 4), "float32")
+    >>> choose_layout(w, [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))], LayoutPolicy(min_chunk_nbytes=0)).chunk
+    (4, 4)
+    """
+    stored = BITS.get(array.dtype, array.dtype) if policy.extended_dtypes == "bits" else array.dtype
+    chunk, faced = exclusive_chunk(array.shape, boxes)
+    codecs = policy.codecs_of(array.key)
+    if not any(faced) or prod(chunk) * array.itemsize >= policy.min_chunk_nbytes:
+        split = subdivide(chunk, faced, array.itemsize, policy.target_chunk_nbytes, policy.min_chunk_nbytes)
+        return Layout("exclusive", split, codecs, stored)
+    if not shared_ok:
+        raise LayoutError(
+            "shards are too small for chunks of their own, and this store cannot share chunks", array.key, None,
+            array.shape, None, f"chunks of at least {policy.min_chunk_nbytes} bytes",
+            f"{prod(chunk) * array.itemsize} bytes for {chunk}", "Pass LayoutPolicy(min_chunk_nbytes=0)",
+        )  # fmt: skip
+    whole = _positive(array.shape)
+    free = (False,) * len(whole)
+    return Layout("shared", subdivide(whole, free, array.itemsize, policy.shared_chunk_nbytes, 0), codecs, stored)
+
+
+def exclusive_chunk(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Return the largest chunk that no two of `boxes` share, and which axes have interior faces.
+
+    Examples
+    --------
+    >>> exclusive_chunk((12, 5), [Box((0, 0), (4, 5)), Box((4, 0), (10, 5)), Box((10, 0), (12, 5))])
+    ((2, 5), (True, False))
+    """
+    common = [0] * len(shape)
+    for box in boxes:
+        if box.size == 0:
+            continue
+        for axis, (lo, hi, n) in enumerate(zip(box.start, box.stop, shape, strict=True)):
+            common[axis] = gcd(common[axis], lo, hi if hi < n else 0)
+    chunk = tuple(g or max(n, 1) for g, n in zip(common, shape, strict=True))
+    return chunk, tuple(g > 0 for g in common)
+
+
+def subdivide(
+    chunk: Sequence[int], faced: Sequence[bool], itemsize: int, target_nbytes: int, min_nbytes: int
+) -> tuple[int, ...]:
+    """Split `chunk` toward `target_nbytes`, leading axes first, so that chunks stay contiguous in memory.
+
+    An axis without interior faces is cut evenly (a ragged last chunk is harmless there); one with faces by a
+    divisor. Where the next divisor would fall below `min_nbytes`, the larger one is kept.
+
+    Examples
+    --------
+    >>> subdivide((100, 8), (False, False), 1, 320, 1), subdivide((7, 8), (True, True), 1, 16, 16)
+    ((34, 8), (7, 8))
+    """
+    split = list(chunk)
+    for axis, extent in enumerate(chunk):
+        rest = prod(split) // extent * itemsize
+        allowed = max(1, target_nbytes // rest)
+        if allowed >= extent:
+            break
+        if not faced[axis]:
+            split[axis] = -(-extent // -(-extent // allowed))
+            continue
+        below = _largest_divisor(extent, allowed)
+        if below * rest < min_nbytes:
+            split[axis] = _smallest_divisor(extent, allowed)
+            break
+        split[axis] = below
+    return tuple(split)
+
+
+def _divisors(n: int) -> list[int]:
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def _largest_divisor(n: int, at_most: int) -> int:
+    return max(d for d in _divisors(n) if d <= at_most)
+
+
+def _smallest_divisor(n: int, above: int) -> int:
+    return min(d for d in _divisors(n) if d > above)
+
+
+def _positive(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(max(n, 1) for n in shape)

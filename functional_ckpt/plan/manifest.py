@@ -1,0 +1,294 @@
+"""`Manifest`: what a committed checkpoint contains, as a value and as canonical JSON.
+
+The text holds no rank, id or clock, so that saving the same state twice gives the same bytes. Paths are written only
+where they are not simply the key split at its dots. Reading accepts unknown fields of the same major version
+and answers anything else that is not a manifest with an error.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, NoReturn
+
+import attrs
+
+from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
+from functional_ckpt.plan.check import check_unique_keys
+from functional_ckpt.plan.layout import ChunkGrid, Layout, check_codec
+from functional_ckpt.spec.array import BITS, ArraySpec, check_key
+from functional_ckpt.spec.tree import DictKey, Path
+
+__all__ = ["DIGEST_NBYTES", "FORMAT", "VERSION", "Alias", "ArrayEntry", "Manifest", "PerRankEntry", "RankItem", "ValueEntry"]
+
+FORMAT = "functional_ckpt"
+VERSION = (1, 0)
+DIGEST_NBYTES = 16
+
+
+@attrs.frozen
+class RankItem:
+    """The path component under which a value that differs by rank holds the value of `rank`.
+
+    Examples
+    --------
+    >>> str(RankItem(3))
+    'rank3'
+    """
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"rank{self.rank}"
+
+
+@attrs.frozen
+class ArrayEntry:
+    """A stored array: spec, layout, one 16-byte xxh3-128 digest per chunk, row-major, and its place in the tree.
+
+    `codec` names the object codec when the array holds the bytes of an object.
+    """
+
+    spec: ArraySpec
+    layout: Layout
+    digests: bytes = attrs.field(repr=False)
+    path: tuple[Any, ...] | None = None
+    codec: str | None = None
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid."""
+        return ChunkGrid(self.spec.shape, self.layout.chunk)
+
+    def digest(self, index: tuple[int, ...]) -> bytes:
+        """Return the digest of chunk `index`."""
+        at = self.grid.position(index) * DIGEST_NBYTES
+        return self.digests[at : at + DIGEST_NBYTES]
+
+
+@attrs.frozen
+class ValueEntry:
+    """A plain value, kept as the canonical JSON text of its tagged encoding."""
+
+    key: str
+    text: str
+    path: tuple[Any, ...] | None = None
+
+
+@attrs.frozen
+class Alias:
+    """Leaf `key` is the array stored under `target` (tied tensors are stored once)."""
+
+    key: str
+    target: str
+    path: tuple[Any, ...] | None = None
+
+
+@attrs.frozen
+class PerRankEntry:
+    """The values under `key` differ by rank and were saved by `world_size` ranks."""
+
+    key: str
+    world_size: int
+    path: tuple[Any, ...] | None = None
+
+
+@attrs.frozen
+class Manifest:
+    """Everything a checkpoint contains, sorted by key.
+
+    Examples
+    --------
+    >>> entry = ArrayEntry(ArraySpec("w", (2,), "int8"), Layout("exclusive", (2,), (), "int8"), bytes(16))
+    >>> manifest = Manifest((entry,))
+    >>> Manifest.from_json(manifest.to_json()) == manifest
+    True
+    """
+
+    arrays: tuple[ArrayEntry, ...] = ()
+    values: tuple[ValueEntry, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+    per_rank: tuple[PerRankEntry, ...] = ()
+    attributes: str = "{}"
+
+    @cached_property
+    def by_key(self) -> Mapping[str, ArrayEntry]:
+        """Arrays by key, aliases included."""
+        found = {entry.spec.key: entry for entry in self.arrays}
+        return {**found, **{alias.key: found[alias.target] for alias in self.aliases}}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, uncompressed."""
+        return sum(entry.spec.nbytes for entry in self.arrays)
+
+    def to_json(self) -> bytes:
+        """Return the canonical text (UTF-8, sorted keys, no spaces)."""
+        document = {
+            "format": FORMAT,
+            "version": list(VERSION),
+            "arrays": [_array_to_json(entry) for entry in self.arrays],
+            "values": [_placed({"key": v.key, "value": json.loads(v.text)}, v) for v in self.values],
+            "aliases": [_placed({"key": a.key, "target": a.target}, a) for a in self.aliases],
+            "per_rank": [_placed({"key": p.key, "world_size": p.world_size}, p) for p in self.per_rank],
+            "attributes": json.loads(self.attributes),
+        }
+        return canonical(document).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Manifest":
+        """Parse the text of a manifest.
+
+        Raises
+        ------
+        FormatVersionError
+            If it was written by a newer major version.
+        CorruptionError
+            If it is not a manifest.
+        """
+        try:
+            return _parse(json.loads(data, parse_constant=_refuse))
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+            raise CorruptionError("the manifest cannot be read", found=f"{type(error).__name__}: {error}") from None
+
+
+def canonical(document: object) -> str:
+    """Return the one JSON text of a document: sorted keys, ASCII, no spaces, no NaN."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def path_to_json(path: Iterable[Any]) -> list[Any]:
+    """Return a path as JSON: text, int (list position), ``[key]`` (other dict key), ``{"rank": r}``."""
+    coded: list[Any] = []
+    for item in path:
+        if isinstance(item, RankItem):
+            coded.append({"rank": item.rank})
+        else:
+            coded.append([item.value] if isinstance(item, DictKey) else item)
+    return coded
+
+
+def path_from_json(coded: Any) -> Path:
+    """Return the path that `path_to_json` wrote."""
+    path: list[Any] = []
+    for item in _list(coded):
+        if isinstance(item, dict):
+            path.append(RankItem(_int(item["rank"])))
+        elif isinstance(item, list):
+            if len(item) != 1 or isinstance(item[0], (list, dict)):
+                raise ValueError(f"a path holds {item!r}")
+            path.append(DictKey(item[0]))
+        else:
+            path.append(item if isinstance(item, str) else _int(item))
+    return tuple(path)
+
+
+def _placed(record: dict[str, Any], entry: Any) -> dict[str, Any]:
+    key = record["key"]
+    if entry.path is None:
+        return {**record, "path": None}
+    return record if entry.path == tuple(key.split(".")) else {**record, "path": path_to_json(entry.path)}
+
+
+def _path_of(record: Mapping[str, Any]) -> Path | None:
+    if "path" not in record:
+        return tuple(_str(record["key"]).split("."))
+    return None if record["path"] is None else path_from_json(record["path"])
+
+
+def _array_to_json(entry: ArrayEntry) -> dict[str, Any]:
+    spec, layout = entry.spec, entry.layout
+    record: dict[str, Any] = {
+        "key": spec.key,
+        "dtype": spec.dtype,
+        "shape": list(spec.shape),
+        "chunk": list(layout.chunk),
+        "digests": [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)],
+    }
+    # The common case is left out: exclusive chunks, no codecs, the data type stored as itself.
+    extras = {
+        "rung": layout.rung if layout.rung != "exclusive" else None,
+        "codecs": list(layout.codecs) or None,
+        "stored": layout.stored if layout.stored != spec.dtype else None,
+        "codec": entry.codec,
+    }
+    record.update({name: value for name, value in extras.items() if value is not None})
+    return _placed(record, entry)
+
+
+def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
+    shape = tuple(_int(n) for n in _list(record["shape"]))
+    spec = ArraySpec(_str(record["key"]), shape, _str(record["dtype"]))
+    chunk = tuple(_int(n) for n in _list(record["chunk"]))
+    codecs = tuple(_str(c) for c in _list(record.get("codecs", [])))
+    for codec in codecs:
+        check_codec(codec)
+    stored = _str(record.get("stored", spec.dtype))
+    rung = _str(record.get("rung", "exclusive"))
+    digests = [bytes.fromhex(_str(d)) for d in _list(record["digests"])]
+    fits = len(chunk) == len(shape) and all(c >= 1 for c in chunk)
+    if not fits or stored not in (spec.dtype, BITS.get(spec.dtype)) or ChunkGrid(shape, chunk).size != len(digests):
+        raise CorruptionError("an array of the manifest is inconsistent", spec.key, None, shape, None, None, chunk)
+    if any(len(d) != DIGEST_NBYTES for d in digests):
+        raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
+    codec = record.get("codec")
+    layout = Layout(rung, chunk, codecs, stored)
+    return ArrayEntry(spec, layout, b"".join(digests), _path_of(record), None if codec is None else _str(codec))
+
+
+def _parse(document: Any) -> Manifest:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CorruptionError("this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__)
+    major, minor = (_int(n) for n in _list(document["version"]))
+    if major > VERSION[0]:
+        raise FormatVersionError(
+            "the checkpoint was written by a newer version of the format", None, None, None, None,
+            f"major version {VERSION[0]}", f"{major}.{minor}", "Update functional_ckpt to read it",
+        )  # fmt: skip
+    manifest = Manifest(
+        tuple(_array_from_json(r) for r in _list(document["arrays"])),
+        tuple(ValueEntry(_key(r), canonical(r["value"]), _path_of(r)) for r in _list(document["values"])),
+        tuple(Alias(_key(r), _key({"key": r["target"]}), _path_of(r)) for r in _list(document["aliases"])),
+        tuple(PerRankEntry(_key(r), _int(r["world_size"]), _path_of(r)) for r in _list(document["per_rank"])),
+        canonical(dict(document["attributes"])),
+    )
+    _check_keys(manifest)
+    return manifest
+
+
+def _check_keys(manifest: Manifest) -> None:
+    keys = [e.spec.key for e in manifest.arrays] + [v.key for v in manifest.values] + [a.key for a in manifest.aliases]
+    stored = {entry.spec.key for entry in manifest.arrays}
+    lost = [a.target for a in manifest.aliases if a.target not in stored]
+    doubled = check_unique_keys(keys)
+    if lost or doubled:
+        raise CorruptionError("keys of the manifest are inconsistent", (lost or [doubled[0].key])[0])
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected a whole number, found {value!r}")
+    return value
+
+
+def _str(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"expected text, found {value!r}")
+    return value
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    key = _str(record["key"])
+    check_key(key)
+    return key
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"expected a list, found {value!r}")
+    return value

@@ -1,0 +1,151 @@
+"""`ArraySpec`: an array as such - key, shape, data type - and the data types of the format."""
+
+from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
+
+import attrs
+
+from functional_ckpt.errors import DTypeError, ShapeError, SpecError
+from functional_ckpt.spec.box import MAX_RANK, Box
+
+__all__ = ["BITS", "DTYPES", "MAX_EXTENT", "ArraySpec", "ObjectSpec", "can_cast", "check_key"]
+
+#: Zarr v3 data type name -> (item size in bytes, kind). Kinds order by what same_kind casts may widen:
+#: 0 bool, 1 unsigned, 2 signed, 3 floating, 4 complex. Nothing off this table ever reaches TensorStore,
+#: which aborts the process on some data types that it does not know.
+DTYPES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "bool": (1, 0),
+        "uint8": (1, 1),
+        "uint16": (2, 1),
+        "uint32": (4, 1),
+        "uint64": (8, 1),
+        "int8": (1, 2),
+        "int16": (2, 2),
+        "int32": (4, 2),
+        "int64": (8, 2),
+        "float8_e4m3fn": (1, 3),
+        "float8_e4m3fnuz": (1, 3),
+        "float8_e5m2": (1, 3),
+        "float8_e5m2fnuz": (1, 3),
+        "float8_e8m0fnu": (1, 3),
+        "bfloat16": (2, 3),
+        "float16": (2, 3),
+        "float32": (4, 3),
+        "float64": (8, 3),
+        "complex64": (8, 4),
+        "complex128": (16, 4),
+    }
+)
+
+#: Names outside the core Zarr v3 specification -> unsigned type of the same width, for tools without them.
+BITS: Mapping[str, str] = MappingProxyType(
+    {name: "uint16" if name == "bfloat16" else "uint8" for name in DTYPES if name.startswith(("float8", "bfloat"))}
+)
+
+#: Largest extent of one axis, in elements (TensorStore's limit, measured).
+MAX_EXTENT = 2**61
+
+
+def can_cast(stored: str, wanted: str, rule: str) -> bool:
+    """Tell whether loading may turn `stored` into `wanted` under ``"error" | "same_kind" | "any"``.
+
+    ``same_kind`` allows every change within a kind (float64 to float32 too) and widening to a later kind
+    in bool, unsigned, signed, floating, complex; this is numpy's rule of that name.
+
+    Examples
+    --------
+    >>> can_cast("float32", "bfloat16", "same_kind"), can_cast("float32", "int32", "same_kind")
+    (True, False)
+    """
+    if stored == wanted or rule == "any":
+        return True
+    return rule == "same_kind" and DTYPES[stored][1] <= DTYPES[wanted][1]
+
+
+def check_key(key: str) -> None:
+    """Raise `SpecError` unless `key` is text that UTF-8 can hold.
+
+    Examples
+    --------
+    >>> check_key("model.layers.0.weight")
+    """
+    if not isinstance(key, str):
+        raise SpecError("a key must be text", repr(key), None, None, None, "str", type(key).__name__)
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise SpecError("a key must be valid Unicode", ascii(key), found=str(error)) from None
+
+
+@attrs.frozen
+class ArraySpec:
+    """A whole array: `key` unique in the checkpoint, `shape` in elements, `dtype` a Zarr v3 name.
+
+    Raises
+    ------
+    SpecError
+        For a key that is not text.
+    ShapeError
+        For more than 32 dimensions, or an extent that is negative or over 2**61.
+    DTypeError
+        For a data type that the format does not have.
+
+    Examples
+    --------
+    >>> ArraySpec("w", (4, 2), "bfloat16").nbytes
+    16
+    """
+
+    key: str
+    shape: tuple[int, ...] = attrs.field(converter=lambda shape: tuple(map(int, shape)))
+    dtype: str
+
+    def __attrs_post_init__(self) -> None:
+        check_key(self.key)
+        if len(self.shape) > MAX_RANK:
+            raise ShapeError(
+                "an array has too many dimensions", self.key, None, self.shape, None,
+                f"at most {MAX_RANK}", len(self.shape),
+                "Merge axes with reshape before saving",
+            )  # fmt: skip
+        if any(not 0 <= n <= MAX_EXTENT for n in self.shape):
+            raise ShapeError("an extent is out of bounds", self.key, None, self.shape, None, "0 <= n <= 2**61")
+        if self.dtype not in DTYPES:
+            raise DTypeError(
+                "the format has no such data type", self.key, None, self.shape, None,
+                "one of " + ", ".join(DTYPES), self.dtype,
+                "View the tensor as a data type of the same width, or save it as an object",
+            )  # fmt: skip
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPES[self.dtype][0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def box(self) -> Box:
+        """The whole array as a box."""
+        return Box.from_shape(self.shape)
+
+
+@attrs.frozen
+class ObjectSpec:
+    """A leaf that is not an array: a plain value, or bytes made by an object codec.
+
+    Examples
+    --------
+    >>> ObjectSpec("optim.param_groups.0.lr").key
+    'optim.param_groups.0.lr'
+    """
+
+    key: str
+
+    def __attrs_post_init__(self) -> None:
+        check_key(self.key)

@@ -1,0 +1,187 @@
+"""`Box`: a half-open n-dimensional region of an array."""
+
+from collections.abc import Sequence
+from math import prod
+
+import attrs
+
+from functional_ckpt.errors import ShapeError
+
+__all__ = ["MAX_RANK", "Box"]
+
+# TensorStore refuses rank 33, and some of its code paths abort the process instead of raising.
+MAX_RANK = 32
+
+
+def _ints(values: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
+@attrs.frozen(order=True)
+class Box:
+    """The cells ``start <= index < stop`` of an n-d array; ordered row-major by `start`.
+
+    Empty boxes and boxes of rank 0 (which hold one cell) are legal values.
+
+    Raises
+    ------
+    ShapeError
+        If the ends differ in length, exceed `MAX_RANK`, are negative or run backwards.
+
+    Examples
+    --------
+    >>> Box((0, 2), (4, 6)).shape
+    (4, 4)
+    """
+
+    start: tuple[int, ...] = attrs.field(converter=_ints)
+    stop: tuple[int, ...] = attrs.field(converter=_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or len(self.start) > MAX_RANK:
+            raise ShapeError(
+                f"a box needs two ends of one length, at most {MAX_RANK}",
+                None,
+                None,
+                None,
+                self.start,
+                None,
+                self.stop,
+            )
+        for lo, hi in zip(self.start, self.stop, strict=True):
+            if not 0 <= lo <= hi:
+                raise ShapeError(
+                    "a box must have 0 <= start <= stop",
+                    None,
+                    None,
+                    None,
+                    self.start,
+                    None,
+                    self.stop,
+                )
+
+    @classmethod
+    def from_shape(cls, shape: Sequence[int], offset: Sequence[int] | None = None) -> "Box":
+        """Return the box of `shape` at `offset` (the origin by default).
+
+        Examples
+        --------
+        >>> Box.from_shape((2, 3), (4, 0))
+        Box(start=(4, 0), stop=(6, 3))
+        """
+        if offset is None:
+            return cls((0,) * len(shape), tuple(shape))
+        if len(offset) != len(shape):
+            raise ShapeError(
+                "offset and shape differ in length",
+                None,
+                None,
+                tuple(shape),
+                tuple(offset),
+            )
+        return cls(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent per dimension, in elements."""
+        return tuple(hi - lo for lo, hi in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of cells (1 for rank 0)."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global array."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """Return the common cells, or None when there are none.
+
+        Examples
+        --------
+        >>> Box((0,), (5,)).intersect(Box((3,), (9,)))
+        Box(start=(3,), stop=(5,))
+        >>> Box((0,), (3,)).intersect(Box((3,), (9,))) is None
+        True
+        """
+        self._check_rank(other)
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def contains(self, other: "Box") -> bool:
+        """Tell whether every cell of `other` lies in this box (an empty box lies in all).
+
+        Examples
+        --------
+        >>> Box((0,), (5,)).contains(Box((1,), (5,)))
+        True
+        """
+        return other.size == 0 or self.intersect(other) == other
+
+    def subtract(self, other: "Box") -> "tuple[Box, ...]":
+        """Return disjoint boxes that hold this box's cells outside `other`, at most 2 * ndim.
+
+        Examples
+        --------
+        >>> Box((0,), (9,)).subtract(Box((3,), (5,)))
+        (Box(start=(0,), stop=(3,)), Box(start=(5,), stop=(9,)))
+        """
+        common = self.intersect(other)
+        if common is None:
+            return (self,) if self.size else ()
+        left: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for axis in range(self.ndim):
+            if start[axis] < common.start[axis]:
+                below = (*stop[:axis], common.start[axis], *stop[axis + 1 :])
+                left.append(Box(tuple(start), below))
+            if common.stop[axis] < stop[axis]:
+                above = (*start[:axis], common.stop[axis], *start[axis + 1 :])
+                left.append(Box(above, tuple(stop)))
+            start[axis], stop[axis] = common.start[axis], common.stop[axis]
+        return tuple(left)
+
+    def shift(self, offset: Sequence[int]) -> "Box":
+        """Return the box moved by `offset` elements per dimension.
+
+        Examples
+        --------
+        >>> Box((0,), (2,)).shift((3,))
+        Box(start=(3,), stop=(5,))
+        """
+        return Box(
+            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
+            tuple(a + o for a, o in zip(self.stop, offset, strict=True)),
+        )
+
+    def relative_to(self, outer: "Box") -> "Box":
+        """Return this box in the coordinates of `outer`, whose start becomes the origin.
+
+        Examples
+        --------
+        >>> Box((3,), (5,)).relative_to(Box((3,), (9,)))
+        Box(start=(0,), stop=(2,))
+        """
+        return self.shift(tuple(-o for o in outer.start))
+
+    def _check_rank(self, other: "Box") -> None:
+        if self.ndim != other.ndim:
+            raise ShapeError(
+                "boxes of different rank cannot be combined",
+                None,
+                None,
+                None,
+                None,
+                self.ndim,
+                other.ndim,
+            )

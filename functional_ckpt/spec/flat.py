@@ -1,0 +1,62 @@
+"""Ranges of a flattened array, as boxes.
+
+A half-open range of the row-major order of an n-d array is the union of at most ``2 * ndim - 1``
+boxes: the tail of a first row, whole rows, the head of a last row, and the same again inside those
+partial rows. Each box is one contiguous run, so the boxes in order are the range in order.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from functional_ckpt.errors import ShapeError
+from functional_ckpt.spec.box import Box
+
+__all__ = ["flat_boxes"]
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Return the cells ``[start, stop)`` of the row-major order of `shape`, as boxes in order.
+
+    Raises
+    ------
+    ShapeError
+        If not ``0 <= start <= stop <= prod(shape)``.
+
+    Examples
+    --------
+    >>> flat_boxes((3, 4), 2, 9)
+    (Box(start=(0, 2), stop=(1, 4)), Box(start=(1, 0), stop=(2, 4)), Box(start=(2, 0), stop=(3, 1)))
+    """
+    shape = tuple(shape)
+    if not 0 <= start <= stop <= prod(shape):
+        raise ShapeError(
+            "a flat range must lie within its array",
+            None,
+            None,
+            shape,
+            None,
+            f"0 <= start <= stop <= {prod(shape)}",
+            f"[{start}, {stop})",
+        )
+    return tuple(_boxes(shape, start, stop)) if start < stop else ()
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head and first == last:
+        return _in_row(first, _boxes(shape[1:], head, tail))
+    boxes = _in_row(first, _boxes(shape[1:], head, row)) if head else []
+    whole = first + bool(head)
+    if whole < last:
+        boxes.append(Box((whole, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
+    if tail:
+        boxes += _in_row(last, _boxes(shape[1:], 0, tail))
+    return boxes
+
+
+def _in_row(index: int, boxes: list[Box]) -> list[Box]:
+    return [Box((index, *b.start), (index + 1, *b.stop)) for b in boxes]

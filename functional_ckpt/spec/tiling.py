@@ -1,0 +1,181 @@
+"""Do boxes tile an array? Overlaps and gaps, found without a quadratic step on tilings that cut cleanly.
+
+1. Along some axis, sort the boxes by start and cut wherever no box straddles: the groups between cuts
+   are independent. Repeat inside each group. Grids, guillotine cuts and 1-d splits fall apart into
+   single boxes this way, one vectorised sort per level.
+2. A group that no axis cuts is compared pairwise.
+
+Splits of one axis, as torch and numpy make them, stand here too.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from functional_ckpt.spec.box import Box
+
+__all__ = [
+    "balanced_sizes",
+    "check_tiling",
+    "chunked_sizes",
+    "find_overlap",
+    "first_gap",
+    "grid_boxes",
+]
+
+_Ints = NDArray[np.int64]
+
+
+def chunked_sizes(extent: int, parts: int) -> tuple[int, ...]:
+    """Split `extent` elements as ``torch.chunk`` and DTensor do: equal parts, the last ones short or empty.
+
+    Examples
+    --------
+    >>> chunked_sizes(5, 4)
+    (2, 2, 1, 0)
+    """
+    part = -(-extent // parts)
+    return tuple(max(0, min(part, extent - i * part)) for i in range(parts))
+
+
+def balanced_sizes(extent: int, parts: int) -> tuple[int, ...]:
+    """Split `extent` elements as ``numpy.array_split`` does: sizes differ by at most one.
+
+    Examples
+    --------
+    >>> balanced_sizes(5, 4)
+    (2, 1, 1, 1)
+    """
+    part, longer = divmod(extent, parts)
+    return tuple(part + (i < longer) for i in range(parts))
+
+
+def grid_boxes(sizes_per_axis: Sequence[Sequence[int]]) -> tuple[Box, ...]:
+    """Return the cells of a grid, row-major, from the part sizes along each axis.
+
+    Examples
+    --------
+    >>> [b.start for b in grid_boxes([(2, 2), (3,)])]
+    [(0, 0), (2, 0)]
+    """
+    edges = [np.concatenate([[0], np.cumsum(sizes)]).tolist() for sizes in sizes_per_axis]
+    spans = [list(zip(e[:-1], e[1:], strict=True)) for e in edges]
+    return tuple(Box(tuple(s[0] for s in cell), tuple(s[1] for s in cell)) for cell in product(*spans))
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Return the positions of two boxes that share a cell, or None.
+
+    Examples
+    --------
+    >>> find_overlap([Box((0,), (3,)), Box((3,), (5,)), Box((4,), (6,))])
+    (1, 2)
+    """
+    starts, stops, members = _stack(boxes)
+    if members.size and not starts.shape[1]:
+        return (int(members[0]), int(members[1])) if members.size > 1 else None
+    todo = [members] if members.size > 1 else []
+    while todo:
+        group = todo.pop()
+        cut = _cut(starts[group], stops[group])
+        if cut is None:
+            pair = _overlapping_pair(starts, stops, group)
+            if pair is not None:
+                return pair
+        else:
+            todo += [group[g] for g in cut[1] if g.size > 1]
+    return None
+
+
+def first_gap(whole: Box, boxes: Sequence[Box]) -> Box | None:
+    """Return a non-empty region of `whole` that none of `boxes` touches, or None.
+
+    Examples
+    --------
+    >>> first_gap(Box((0,), (6,)), [Box((0,), (2,)), Box((4,), (6,))])
+    Box(start=(2,), stop=(4,))
+    """
+    inside = [common for b in boxes if (common := whole.intersect(b)) is not None]
+    return _gap(whole, inside)
+
+
+def check_tiling(whole: Box, boxes: Sequence[Box]) -> tuple[tuple[int, int] | None, Box | None]:
+    """Return ``(overlap, gap)``: two overlapping positions or None, an uncovered region or None.
+
+    Both are None exactly when every cell of `whole` lies in exactly one of `boxes`. The gap is
+    looked for only where the volumes cannot add up, so the check of a good tiling is one pass.
+
+    Examples
+    --------
+    >>> check_tiling(Box((0,), (4,)), [Box((0,), (2,)), Box((2,), (4,))])
+    (None, None)
+    """
+    overlap = find_overlap(boxes)
+    if overlap is None and sum(b.size for b in boxes) == whole.size:
+        return None, None
+    return overlap, first_gap(whole, boxes)
+
+
+def _stack(boxes: Sequence[Box]) -> tuple[_Ints, _Ints, _Ints]:
+    ndim = boxes[0].ndim if boxes else 0
+    starts = np.array([b.start for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+    stops = np.array([b.stop for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
+    return starts, stops, np.flatnonzero((starts < stops).all(axis=1))
+
+
+def _cut(starts: _Ints, stops: _Ints) -> tuple[int, list[_Ints]] | None:
+    """Return an axis and the groups of rows between its clean cuts, in order, if any axis has one."""
+    for axis in range(starts.shape[1]):
+        order = np.argsort(starts[:, axis], kind="stable")
+        reach = np.maximum.accumulate(stops[order, axis])
+        cuts = np.flatnonzero(starts[order[1:], axis] >= reach[:-1]) + 1
+        if cuts.size:
+            return axis, np.split(order, cuts)
+    return None
+
+
+def _overlapping_pair(starts: _Ints, stops: _Ints, group: _Ints) -> tuple[int, int] | None:
+    for position, one in enumerate(group[:-1]):
+        rest = group[position + 1 :]
+        meets = (np.maximum(starts[rest], starts[one]) < np.minimum(stops[rest], stops[one])).all(axis=1)
+        if meets.any():
+            other = int(rest[np.argmax(meets)])
+            return min(int(one), other), max(int(one), other)
+    return None
+
+
+def _gap(region: Box, boxes: list[Box]) -> Box | None:
+    if region.size == 0:
+        return None
+    if not boxes:
+        return region
+    starts, stops, _ = _stack(boxes)
+    cut = _cut(starts, stops) if len(boxes) > 1 else None
+    if cut is None:
+        return _subtract_all(region, boxes)
+    axis, groups = cut
+    reached = region.start[axis]
+    for group in groups:
+        low, high = int(starts[group, axis].min()), int(stops[group, axis].max())
+        if reached < low:
+            return _slab(region, axis, reached, low)
+        gap = _gap(_slab(region, axis, low, high), [boxes[i] for i in group])
+        if gap is not None:
+            return gap
+        reached = high
+    return _slab(region, axis, reached, region.stop[axis]) if reached < region.stop[axis] else None
+
+
+def _subtract_all(region: Box, boxes: list[Box]) -> Box | None:
+    left: list[Box] = [region]
+    for box in boxes:
+        left = [part for piece in left for part in piece.subtract(box)]
+    return min(left) if left else None
+
+
+def _slab(region: Box, axis: int, low: int, high: int) -> Box:
+    start, stop = list(region.start), list(region.stop)
+    start[axis], stop[axis] = low, high
+    return Box(tuple(start), tuple(stop))

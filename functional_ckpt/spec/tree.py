@@ -1,0 +1,203 @@
+"""State trees: dicts and lists nest, everything else is a leaf.
+
+A path names a leaf: text for a text key of a dict, an int for a position in a list, `DictKey` for a dict key
+of another type (optimizer states are keyed by ints). Empty dicts and lists are leaves, so that nothing is lost.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from functional_ckpt.errors import DuplicateKeyError, SpecError
+
+__all__ = ["DictKey", "Path", "combine", "flatten", "is_node", "key_of", "map_leaves", "partition", "unflatten"]
+
+
+@attrs.frozen
+class DictKey:
+    """A dict key that is not text, such as the int of an optimizer's parameter number.
+
+    Examples
+    --------
+    >>> key_of(("state", DictKey(0), "step"))
+    'state.0.step'
+    """
+
+    value: object
+
+
+Path: TypeAlias = tuple[str | int | DictKey, ...]
+
+
+class _Missing:
+    """Marks the place of a leaf that the other half of a partition holds."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+def is_node(value: object) -> bool:
+    """Tell whether `value` nests: a non-empty dict, OrderedDict or list (subclasses of them are leaves).
+
+    ``defaultdict`` counts as a dict: optimizers keep their state in one.
+
+    Examples
+    --------
+    >>> is_node({"a": 1}), is_node((1, 2)), is_node([])
+    (True, False, False)
+    """
+    return bool(_is_dict(value) or type(value) is list) and len(value) > 0  # type: ignore[arg-type]
+
+
+def _is_dict(value: object) -> bool:
+    kind = type(value)
+    return kind is dict or kind is OrderedDict or (isinstance(value, dict) and hasattr(value, "default_factory"))
+
+
+def key_of(path: Path) -> str:
+    """Return the storage key of a path: its components joined by dots.
+
+    Examples
+    --------
+    >>> key_of(("layers", 0, "weight"))
+    'layers.0.weight'
+    """
+    return ".".join(str(item.value) if isinstance(item, DictKey) else str(item) for item in path)
+
+
+def flatten(tree: object) -> tuple[tuple[Path, Any], ...]:
+    """Return the leaves with their paths, in the order of the tree.
+
+    Raises
+    ------
+    SpecError
+        If a container contains itself.
+
+    Examples
+    --------
+    >>> flatten({"a": [1, (2, 3)], "b": {}})
+    ((('a', 0), 1), (('a', 1), (2, 3)), (('b',), {}))
+    """
+    found: list[tuple[Path, Any]] = []
+    _flatten(tree, (), found, ())
+    return tuple(found)
+
+
+def _flatten(node: Any, path: Path, found: list[tuple[Path, Any]], open_ids: tuple[int, ...]) -> None:
+    if not is_node(node):
+        found.append((path, node))
+        return
+    if id(node) in open_ids:
+        raise SpecError("a container contains itself", key_of(path))
+    open_ids = (*open_ids, id(node))
+    for item, child in _children(node):
+        _flatten(child, (*path, item), found, open_ids)
+
+
+def _children(node: Any) -> Iterable[tuple[str | int | DictKey, Any]]:
+    if isinstance(node, list):
+        return enumerate(node)
+    return ((k if type(k) is str else DictKey(k), v) for k, v in node.items())
+
+
+def unflatten(leaves: Iterable[tuple[Path, Any]]) -> Any:
+    """Rebuild a tree of dicts and lists; the inverse of `flatten` up to the type of mapping.
+
+    Raises
+    ------
+    DuplicateKeyError
+        If one path is a leaf and a container, or a list and a dict, or occurs twice.
+    SpecError
+        If a list lacks a position.
+
+    Examples
+    --------
+    >>> unflatten(((("a", 1), "y"), (("a", 0), "x")))
+    {'a': ['x', 'y']}
+    """
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves:
+        node = root
+        for item in (None, *path[:-1]) if path else ():
+            node = node.setdefault(item, {})
+            if not isinstance(node, dict):
+                raise DuplicateKeyError("a path is both a leaf and a container", key_of(path))
+        last = path[-1] if path else None
+        if last in node:
+            raise DuplicateKeyError("a path occurs twice", key_of(path))
+        node[last] = _Leaf(leaf)
+    return _built(root[None], ()) if root else {}
+
+
+@attrs.frozen(eq=False)
+class _Leaf:
+    value: Any
+
+
+def _built(node: Any, path: Path) -> Any:
+    if isinstance(node, _Leaf):
+        return node.value
+    positions = [item for item in node if isinstance(item, int)]
+    if not positions:
+        return {
+            item.value if isinstance(item, DictKey) else item: _built(child, (*path, item))
+            for item, child in node.items()
+        }
+    if len(positions) != len(node):
+        raise DuplicateKeyError("a container is both a list and a dict", key_of(path))
+    if sorted(positions) != list(range(len(node))):
+        raise SpecError("a list lacks a position", key_of(path), expected=f"0 to {max(positions)}", found=sorted(positions))
+    return [_built(node[i], (*path, i)) for i in range(len(node))]
+
+
+def map_leaves(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+    """Return a tree of the same containers with ``function(path, leaf)`` in place of each leaf.
+
+    Examples
+    --------
+    >>> map_leaves(lambda path, leaf: leaf + 1, {"a": [1, 2]})
+    {'a': [2, 3]}
+    """
+    if not is_node(tree):
+        return function(path, tree)
+    if isinstance(tree, list):
+        return [map_leaves(function, child, (*path, i)) for i, child in enumerate(tree)]
+    mapped = ((k, map_leaves(function, v, (*path, k if type(k) is str else DictKey(k)))) for k, v in tree.items())
+    return OrderedDict(mapped) if type(tree) is OrderedDict else dict(mapped)
+
+
+def partition(predicate: Callable[[Path, Any], bool], tree: Any) -> tuple[Any, Any]:
+    """Split a tree into two of the same shape: leaves for which `predicate` holds, and the others.
+
+    Examples
+    --------
+    >>> yes, no = partition(lambda path, leaf: leaf > 1, {"a": 1, "b": 2})
+    >>> yes, no
+    ({'a': MISSING, 'b': 2}, {'a': 1, 'b': MISSING})
+    """
+    yes = map_leaves(lambda path, leaf: leaf if predicate(path, leaf) else MISSING, tree)
+    no = map_leaves(lambda path, leaf: MISSING if predicate(path, leaf) else leaf, tree)
+    return yes, no
+
+
+def combine(yes: Any, no: Any) -> Any:
+    """Put the two halves of a `partition` together again.
+
+    Examples
+    --------
+    >>> combine({"a": 1, "b": MISSING}, {"a": MISSING, "b": 2})
+    {'a': 1, 'b': 2}
+    """
+    others: Sequence[Any] = [leaf for _, leaf in flatten(no)]
+    remaining = iter(others)
+
+    def pick(_path: Path, leaf: Any) -> Any:
+        other = next(remaining)
+        return other if leaf is MISSING else leaf
+
+    return map_leaves(pick, yes)

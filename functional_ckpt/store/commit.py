@@ -1,0 +1,200 @@
+"""Begin, publish or abandon a save, so that a path holds a whole checkpoint or none.
+
+*rename*: everything is written to ``.<name>.<id>.saving`` beside the path, which then takes the path's name in one
+step; with `overwrite` the two directories change places in one step and the old one is removed. Killed before the step,
+the old checkpoint survives; after it, the new one does.
+*marker*: written in place; the root ``zarr.json`` is created last, and only if there is none. Other files may live in
+the directory.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import xxhash
+
+from functional_ckpt.errors import (
+    AlreadyExistsError,
+    PathNotSharedError,
+    PolicyError,
+)
+from functional_ckpt.plan.manifest import FORMAT, VERSION, Manifest
+from functional_ckpt.spec.array import BITS
+from functional_ckpt.store.base import Store, local_path, open_store, storage_errors
+from functional_ckpt.store.claim import Claim, claimed_by, is_live
+from functional_ckpt.store.encoding import array_metadata, node_name, to_json
+from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
+from functional_ckpt.store.sweep import leftover_names
+
+__all__ = ["MANIFEST", "PROVENANCE", "ROOT", "Site", "abandon", "begin", "check_shared", "manifest_digest", "publish"]
+
+ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
+
+
+@attrs.frozen
+class Site:
+    """Where one save writes and what it becomes; equal on all ranks.
+
+    `url` is the final place, `work_url` the place written to (the same in marker mode).
+    """
+
+    url: str
+    work_url: str
+    mode: str
+    overwrite: bool
+    save_id: str
+
+    def claim_path(self) -> Path | None:
+        """Return the path of the claim file (none in memory)."""
+        if self.url.startswith("memory://"):
+            return None
+        final = Path(self.url)
+        if self.mode == "marker":
+            return final / f".{self.save_id}.claim"
+        return final.parent / f".{final.name}.{self.save_id}.claim"
+
+
+def begin(url: str | Path, mode: str, overwrite: bool) -> tuple[Site, Claim | None]:
+    """Choose and create the place to write to; called by the coordinator only.
+
+    Raises
+    ------
+    AlreadyExistsError
+        If the path holds a checkpoint and `overwrite` is off, or anything that is not a checkpoint.
+    """
+    save_id = secrets.token_hex(8)
+    store = open_store(url)
+    if mode == "auto":
+        mode = "rename" if store.capabilities.rename else "marker"
+    if mode == "rename" and not store.capabilities.rename:
+        raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
+    if mode == "marker":
+        return _begin_marker(store, overwrite, save_id)
+    final = local_path(url)
+    if final.is_symlink():
+        final = final.resolve()  # replace what the link points to, not the link
+    _check_target(final, overwrite)
+    site = Site(str(final), str(final.parent / f".{final.name}.{save_id}.saving"), "rename", overwrite, save_id)
+    with storage_errors("creating the directory to save to", site.work_url):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        claim = Claim.take(site.claim_path() or final, save_id)
+        Path(site.work_url).mkdir()
+    return site, claim
+
+
+def check_shared(site: Site, rank: int) -> None:
+    """Raise `PathNotSharedError` unless this rank sees the claim that the coordinator has made."""
+    claim = site.claim_path()
+    if claim is not None and not (claimed_by(claim, site.save_id) and Path(site.work_url).is_dir()):
+        raise PathNotSharedError(
+            "this rank does not see the directory that rank 0 has created", site.url, rank,
+            remedy="Save to a path on a file system that all ranks share",
+        )  # fmt: skip
+
+
+def publish(site: Site, store: Store, manifest: Manifest, provenance: Mapping[str, Any], consolidate: bool) -> None:
+    """Write manifest, provenance and root, in this order, and make the checkpoint appear."""
+    text = manifest.to_json()
+    for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
+        store.create(name, [memoryview(data)], len(data))
+    store.flush()
+    root = to_json(_root_metadata(manifest, text, consolidate))
+    store.create(ROOT, [memoryview(root)], len(root))
+    store.flush()
+    if site.mode == "rename":
+        with storage_errors("publishing", site.url):
+            _rename(site, isinstance(store, FileStore) and store.sync != "none")
+
+
+def abandon(site: Site, claim: Claim | None) -> None:
+    """Remove what a failed save has written; called by the coordinator when no rank writes any more."""
+    if site.mode == "rename":
+        shutil.rmtree(site.work_url, ignore_errors=True)
+    else:
+        store = open_store(site.url)
+        store.delete(leftover_names(store))
+    if claim is not None:
+        claim.release()
+
+
+def manifest_digest(data: bytes) -> str:
+    """Return the digest of a manifest's text, as the root records it."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _begin_marker(store: Store, overwrite: bool, save_id: str) -> tuple[Site, Claim | None]:
+    if store.nbytes_of(ROOT) is not None:
+        raise AlreadyExistsError(
+            "the path holds a committed checkpoint or Zarr group", store.url,
+            remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
+        )  # fmt: skip
+    site = Site(store.url, store.url, "marker", overwrite, save_id)
+    claim_path = site.claim_path()
+    if claim_path is None:
+        store.delete(leftover_names(store))
+        return site, None
+    with storage_errors("creating the directory to save to", site.url):
+        claim_path.parent.mkdir(parents=True, exist_ok=True)
+        others = [path for path in claim_path.parent.glob(".*.claim") if is_live(path)]
+        if others:
+            raise AlreadyExistsError("another save to this path is running", site.url, found=others[0].name)
+        claim = Claim.take(claim_path, save_id)
+    store.delete([name for name in leftover_names(store) if name != claim_path.name])
+    return site, claim
+
+
+def _check_target(final: Path, overwrite: bool) -> None:
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise AlreadyExistsError("the path is a file", str(final), remedy="Save under a new path")
+    if not any(final.iterdir()):
+        return
+    ours = (final / ROOT).is_file() and (final / MANIFEST).is_file()
+    if not ours:
+        raise AlreadyExistsError(
+            "the path holds files that are not a checkpoint of functional_ckpt", str(final),
+            remedy="Save under a new path; what is not ours is never replaced",
+        )  # fmt: skip
+    if not overwrite:
+        raise AlreadyExistsError(
+            "the path holds a checkpoint", str(final), remedy="Pass overwrite=True, or save under a new path"
+        )
+
+
+def _rename(site: Site, durable: bool) -> None:
+    work, final = Path(site.work_url), Path(site.url)
+    if site.overwrite and final.is_dir() and any(final.iterdir()):
+        exchange_paths(work, final)
+        if durable:
+            sync_directory(final.parent)
+        shutil.rmtree(work)
+        return
+    try:
+        os.rename(work, final)  # onto nothing or an empty directory; anything else is refused by the system
+    except OSError as error:
+        raise AlreadyExistsError("the path appeared while saving", site.url, found=error.strerror) from error
+    if durable:
+        sync_directory(final.parent)
+
+
+def _root_metadata(manifest: Manifest, text: bytes, consolidate: bool) -> dict[str, Any]:
+    import json
+
+    attributes = json.loads(manifest.attributes)
+    values = {entry.key: json.loads(entry.text) for entry in manifest.values}
+    ours = {"format": FORMAT, "version": list(VERSION), "manifest": manifest_digest(text), "values": values}
+    root: dict[str, Any] = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {**attributes, "functional_ckpt": ours},
+    }
+    # One array of a type that stock zarr-python does not know would keep it from opening the group at all.
+    if consolidate and all(entry.layout.stored not in BITS for entry in manifest.arrays):
+        members = {node_name(e.spec.key): array_metadata(e.spec, e.layout) for e in manifest.arrays}
+        root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": members}
+    return root

@@ -1,0 +1,180 @@
+"""How keys, data types, metadata and digests look in storage (normative text: docs/format.md)."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from functional_ckpt.errors import DTypeError
+from functional_ckpt.plan.layout import Layout
+from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
+
+__all__ = [
+    "Array",
+    "array_metadata",
+    "chunk_name",
+    "digest",
+    "dtype_name",
+    "is_raw",
+    "node_name",
+    "numpy_dtype",
+]
+
+Array: TypeAlias = NDArray[Any]
+
+#: Longest node name, in bytes; file systems stop at 255, and lock and temporary files add a suffix.
+MAX_NAME_NBYTES = 200
+_RESERVED = ("zarr.json", "manifest.json", "provenance.json")
+_ESCAPES = {"~": "~0", "/": "~1", "\\": "~2", ":": "~3", "*": "~4", "?": "~5", '"': "~6", "<": "~7", ">": "~8", "|": "~9"}
+_NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) if name in BITS else np.dtype(name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in _NUMPY.items()}
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy (or ml_dtypes) data type of a Zarr v3 name of the format.
+
+    Examples
+    --------
+    >>> numpy_dtype("float32"), numpy_dtype("bfloat16").itemsize
+    (dtype('float32'), 2)
+    """
+    return _NUMPY[name]
+
+
+def dtype_name(dtype: np.dtype[Any], key: str | None = None) -> str:
+    """Return the Zarr v3 name of a numpy data type, whatever its byte order.
+
+    Raises
+    ------
+    DTypeError
+        If the format has no such data type (objects, text, dates, records, long doubles).
+
+    Examples
+    --------
+    >>> dtype_name(np.dtype(">f4"))
+    'float32'
+    """
+    name = _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("="))
+    if name is None:
+        raise DTypeError(
+            "the format has no such data type", key, None, None, None, "one of " + ", ".join(DTYPES), str(dtype),
+            "Convert the array, or save it as an object",
+        )  # fmt: skip
+    return name
+
+
+def node_name(key: str) -> str:
+    """Return the name of the Zarr node that holds `key`: injective, also where case or normal form is lost.
+
+    Lower-case ASCII keys are their own name. Separators are escaped with ``~``; a key with other letters keeps
+    them and gets a hash, since some file systems fold case; a long one is shortened to a hash.
+
+    Examples
+    --------
+    >>> node_name("layers.0.weight"), node_name("a/b"), node_name("")
+    ('layers.0.weight', 'a~1b', '~e')
+    >>> node_name("W") == node_name("w")
+    False
+    """
+    name = "".join(_ESCAPES.get(c) or (f"~x{ord(c):02x}" if ord(c) < 32 or ord(c) == 127 else c) for c in key)
+    if not name:
+        return "~e"
+    if name.startswith("__"):
+        name = "~u" + name[1:]
+    if name.startswith(".") or name in _RESERVED:
+        name = "~d" + name
+    if name.isascii() and name == name.lower() and len(name) <= MAX_NAME_NBYTES:
+        return name
+    tag = "~h" + xxhash.xxh3_128_hexdigest(key.encode())
+    head = name.encode()[: MAX_NAME_NBYTES - len(tag)].decode(errors="ignore")
+    return head + tag
+
+
+def chunk_name(index: Sequence[int]) -> str:
+    """Return the name of a chunk under its node (Zarr's ``default`` encoding with separator ``.``).
+
+    Examples
+    --------
+    >>> chunk_name((1, 0)), chunk_name(())
+    ('c.1.0', 'c')
+    """
+    return ".".join(("c", *map(str, index)))
+
+
+def digest(array: Array) -> bytes:
+    """Return the xxh3-128 digest of an array's elements in C order, little-endian.
+
+    Examples
+    --------
+    >>> digest(np.zeros(3, "f4")) == digest(np.zeros((3, 1), "i4"))
+    True
+    """
+    return xxhash.xxh3_128_digest(as_bytes(array))
+
+
+def as_bytes(array: Array) -> memoryview:
+    """Return the elements in C order as a flat memory view, copied only when they do not lie so."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat.view(np.uint8))
+
+
+def is_raw(layout: Layout) -> bool:
+    """Tell whether a chunk file holds plain elements, so that it can be mapped and written directly."""
+    return not layout.codecs
+
+
+def array_metadata(spec: ArraySpec, layout: Layout) -> dict[str, Any]:
+    """Return the ``zarr.json`` of an array, as JSON values.
+
+    Examples
+    --------
+    >>> array_metadata(ArraySpec("w", (4,), "int8"), Layout("exclusive", (2,), (), "int8"))["dimension_names"]
+    ['w:0']
+    """
+    ours: dict[str, Any] = {"key": spec.key}
+    if layout.stored != spec.dtype:
+        ours["dtype"] = spec.dtype
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(spec.shape),
+        "data_type": layout.stored,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(layout.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": _fill_value(layout.stored),
+        "codecs": [_bytes_codec(layout.stored), *map(_codec, layout.codecs)],
+        "dimension_names": [f"{spec.key}:{axis}" for axis in range(len(spec.shape))],
+        "attributes": {"functional_ckpt": ours},
+    }
+
+
+def to_json(document: object) -> bytes:
+    """Return JSON text for people and Zarr tools: sorted keys, no spaces."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _fill_value(dtype: str) -> Any:
+    kind = DTYPES[dtype][1]
+    if kind == 0:
+        return False
+    return [0.0, 0.0] if kind == 4 else 0.0 if kind == 3 else 0
+
+
+def _bytes_codec(dtype: str) -> dict[str, Any]:
+    return {"name": "bytes", "configuration": {"endian": "little"}} if DTYPES[dtype][0] > 1 else {"name": "bytes"}
+
+
+def _codec(codec: str) -> dict[str, Any]:
+    name, _, level = codec.partition(":")
+    if name == "crc32c":
+        return {"name": name}
+    if name == "zstd":
+        return {"name": name, "configuration": {"level": int(level or 0), "checksum": False}}
+    if name == "gzip":
+        return {"name": name, "configuration": {"level": int(level or 5)}}
+    configuration = {"cname": "lz4", "clevel": int(level or 5), "shuffle": "noshuffle", "blocksize": 0, "typesize": 1}
+    return {"name": "blosc", "configuration": configuration}

@@ -1,0 +1,143 @@
+"""Open and check committed checkpoints: `read_manifest` and `verify`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from functional_ckpt.errors import (
+    CheckpointError,
+    CorruptionError,
+    NotACheckpointError,
+    ProblemError,
+)
+from functional_ckpt.plan.manifest import FORMAT, ArrayEntry, Manifest
+from functional_ckpt.store.base import Store, open_store
+from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest
+from functional_ckpt.store.encoding import array_metadata, node_name
+from functional_ckpt.store.execute import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.work import Work, run_all
+
+__all__ = ["VerifyReport", "read_manifest", "verify"]
+
+_BUDGET_NBYTES = 2**30
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Return the manifest of the checkpoint at `path`, checked against the digest in its root.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no committed checkpoint of ours: nothing there, something else, or a save that never finished.
+    CorruptionError
+        If the manifest is missing or is not the one that was committed.
+
+    Examples
+    --------
+    >>> read_manifest("memory://nothing")
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://nothing', found nothing. Check the path
+    """
+    store = open_store(path)
+    expected = _committed_digest(store)
+    data = store.read(MANIFEST)
+    if data is None or manifest_digest(data) != expected:
+        raise CorruptionError(
+            "the manifest is missing" if data is None else "the manifest is not the one that was committed",
+            f"{store.url}/{MANIFEST}", None, None, None, expected, None if data is None else manifest_digest(data),
+            "Restore the file, or load another checkpoint",
+        )  # fmt: skip
+    return Manifest.from_json(data)
+
+
+def _committed_digest(store: Store) -> str:
+    root = store.read(ROOT)
+    if root is None:
+        begun = next(iter(store.names()), None) is not None
+        raise NotACheckpointError(
+            "no checkpoint here", store.url, None, None, None, None,
+            "a directory without a root: a save that did not finish, or was partly deleted" if begun else "nothing",
+            "Load another checkpoint; functional_ckpt.sweep removes leftovers" if begun else "Check the path",
+        )  # fmt: skip
+    try:
+        ours = json.loads(root)["attributes"]["functional_ckpt"]
+        if ours["format"] != FORMAT:
+            raise KeyError("format")
+        return str(ours["manifest"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise NotACheckpointError(
+            "this Zarr group is not a checkpoint of functional_ckpt", store.url, remedy="Open it with zarr"
+        ) from None
+
+
+@attrs.frozen
+class VerifyReport:
+    """What `verify` found: problems name key and chunk.
+
+    Examples
+    --------
+    >>> VerifyReport((), 3, 12).ok
+    True
+    """
+
+    problems: tuple[CheckpointError, ...]
+    chunks: int
+    nbytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+
+def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
+    """Read every chunk and compare it with its digest, and every array's metadata with the manifest.
+
+    Problems of arrays are returned, not raised.
+
+    Raises
+    ------
+    NotACheckpointError, CorruptionError
+        If there is no checkpoint, or its manifest cannot be trusted.
+    """
+    store = open_store(path)
+    manifest = read_manifest(path)
+    work = [w for entry in manifest.arrays for w in _checks(store, entry)]
+    found = run_all(work, _BUDGET_NBYTES, on_bytes)
+    problems = tuple(p for p in found if isinstance(p, CheckpointError))
+    return VerifyReport(problems, sum(e.grid.size for e in manifest.arrays), manifest.nbytes)
+
+
+def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
+    def header() -> ProblemError | None:
+        data = store.read(f"{node_name(entry.spec.key)}/zarr.json")
+        try:
+            found = None if data is None else json.loads(data)
+        except ValueError:
+            found = "unreadable text"
+        if found == array_metadata(entry.spec, entry.layout):
+            return None
+        what = "an array's zarr.json is missing" if found is None else "an array's zarr.json was changed"
+        return CorruptionError(what, entry.spec.key, None, entry.spec.shape)
+
+    def chunk(index: tuple[int, ...]) -> Callable[[], ProblemError | None]:
+        def check() -> ProblemError | None:
+            problem = check_chunk(store, entry, index)
+            if problem is not None:
+                return problem
+            try:
+                check_digest(entry, index, read_chunk(store, entry.spec, entry.layout, index))
+            except ProblemError as error:
+                return error
+            return None
+
+        return check
+
+    grid = entry.grid
+    return [
+        Work(0, header),
+        *(Work(grid.box(index).size * entry.spec.itemsize, chunk(index)) for index in grid.touched(entry.spec.box)),
+    ]

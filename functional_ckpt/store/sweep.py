@@ -1,0 +1,73 @@
+"""`sweep`: remove what dead saves have left behind, and nothing that a live one claims or a commit published."""
+
+import re
+import shutil
+from pathlib import Path
+
+from functional_ckpt.store.base import Store, local_path, open_store
+from functional_ckpt.store.claim import is_live
+
+__all__ = ["leftover_names", "sweep"]
+
+_SAVING = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(saving|claim)")
+_IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim")
+_CHUNK = re.compile(r"c(\.\d+)*(\.__lock)?")
+
+
+def sweep(path: str | Path) -> tuple[str, ...]:
+    """Remove leftovers of dead saves in a directory, and return what was removed, sorted.
+
+    In the parent of checkpoints these are the unpublished siblings of saves that nobody runs any more; in a
+    directory that a save in ``marker`` mode left without a root, its arrays. Committed checkpoints, live
+    saves and files of others stay.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> sweep(tempfile.mkdtemp())
+    ()
+    """
+    if str(path).startswith("memory://"):
+        store = open_store(path)
+        return _sweep_in_place(store)
+    root = local_path(path)
+    removed: list[str] = []
+    for item in sorted(root.iterdir()) if root.is_dir() else ():
+        match = _SAVING.fullmatch(item.name)
+        if match is None or is_live(root / f".{match['name']}.{match['id']}.claim"):
+            continue
+        shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
+        removed.append(str(item))
+    claims = [item for item in root.glob(".*.claim") if _IN_PLACE.fullmatch(item.name)]
+    if claims and not any(is_live(claim) for claim in claims):
+        removed += _sweep_in_place(open_store(root))
+    return tuple(sorted(removed))
+
+
+def _sweep_in_place(store: Store) -> tuple[str, ...]:
+    names = leftover_names(store)
+    store.delete(names)
+    return tuple(f"{store.url}/{name}" for name in names)
+
+
+def leftover_names(store: Store) -> list[str]:
+    """Return the objects that a save in marker mode wrote, if no root was ever published there; else none.
+
+    Our objects are manifest and provenance, claims, and nodes of which every object has the name of a chunk or
+    of array metadata that carries our attribute.
+    """
+    names = sorted(store.names())
+    if "zarr.json" in names:
+        return [name for name in names if _IN_PLACE.fullmatch(name)]
+    nodes: dict[str, list[str]] = {}
+    for name in names:
+        node, _, leaf = name.rpartition("/")
+        if node and "/" not in node:
+            nodes.setdefault(node, []).append(leaf)
+    found = [name for name in names if name in ("manifest.json", "provenance.json") or _IN_PLACE.fullmatch(name)]
+    for node, leaves in nodes.items():
+        if all(_CHUNK.fullmatch(leaf) or leaf == "zarr.json" for leaf in leaves):
+            header = store.read(f"{node}/zarr.json")
+            if header is None or b'"functional_ckpt"' in header:
+                found += [f"{node}/{leaf}" for leaf in leaves]
+    return found

@@ -1,0 +1,199 @@
+"""Plain values as JSON, with tags for what JSON lacks; nothing is pickled.
+
+JSON's own types stand for themselves. Everything else is an object with one key that starts with ``~``:
+``{"~tuple": [...]}``, ``{"~float": "nan"}`` and so on. These are the types that real optimizer, scheduler and
+scaler state dicts hold.
+"""
+
+import base64
+import json
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from functional_ckpt.errors import CorruptionError, ObjectCodecError
+
+__all__ = ["decode_text", "decode_value", "encode_value", "is_plain"]
+
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class _NotPlain(Exception):
+    pass
+
+
+def is_plain(value: object) -> bool:
+    """Tell whether `value` can be written as tagged JSON.
+
+    Examples
+    --------
+    >>> is_plain((1, 2.5, None)), is_plain(object())
+    (True, False)
+    """
+    try:
+        encode_value(value)
+    except _NotPlain:
+        return False
+    return True
+
+
+def encode_value(value: Any) -> Any:
+    """Return `value` as JSON values.
+
+    Examples
+    --------
+    >>> encode_value({"betas": (0.9, float("inf")), 0: b"x"})
+    {'~dict': [['betas', {'~tuple': [0.9, {'~float': 'inf'}]}], [0, {'~bytes': 'eA=='}]]}
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    encode = _ENCODERS.get(kind) or _torch_encoder(kind)
+    if encode is None:
+        raise _NotPlain(kind.__name__)
+    return encode(value)
+
+
+def decode_value(coded: Any) -> Any:
+    """Return the value that `encode_value` wrote.
+
+    Raises
+    ------
+    CorruptionError
+        If the text is not a value of the format.
+    ObjectCodecError
+        If it needs torch and torch is not installed.
+
+    Examples
+    --------
+    >>> decode_value({"~tuple": [1, {"~float": "-inf"}]})
+    (1, -inf)
+    """
+    if isinstance(coded, list):
+        return [decode_value(item) for item in coded]
+    if not isinstance(coded, dict):
+        return coded
+    if len(coded) == 1:
+        tag, body = next(iter(coded.items()))
+        if tag in _DECODERS:
+            try:
+                return _DECODERS[tag](body)
+            except (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError) as error:
+                raise CorruptionError("a stored value cannot be read", found=f"{tag}: {error}") from None
+    if any(key.startswith("~") for key in coded):
+        raise CorruptionError("a stored value has an unknown tag", found=sorted(coded))
+    return {key: decode_value(item) for key, item in coded.items()}
+
+
+def decode_text(key: str, text: str) -> Any:
+    """Return the value whose canonical JSON a manifest holds under `key`.
+
+    Examples
+    --------
+    >>> decode_text("betas", '{"~tuple":[0.9,0.95]}')
+    (0.9, 0.95)
+    """
+    try:
+        return decode_value(json.loads(text))
+    except (ObjectCodecError, CorruptionError) as error:
+        raise type(error)(error.what, key, found=error.found, remedy=error.remedy) from None
+    except RecursionError:
+        raise CorruptionError("a stored value is nested too deeply", key) from None
+
+
+def _encode_float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    if math.isinf(value):
+        return {"~float": "inf" if value > 0 else "-inf"}
+    bits = struct.pack(">d", value)
+    return {"~float": "nan" if bits == struct.pack(">d", math.nan) else bits.hex()}
+
+
+def _decode_float(text: str) -> float:
+    return _FLOATS[text] if text in _FLOATS else float(struct.unpack(">d", bytes.fromhex(text))[0])
+
+
+def _encode_dict(value: dict[Any, Any]) -> Any:
+    if all(type(key) is str and not key.startswith("~") for key in value):
+        return {key: encode_value(item) for key, item in value.items()}
+    return {"~dict": _pairs(value)}
+
+
+def _pairs(value: dict[Any, Any]) -> list[Any]:
+    return [[encode_value(key), encode_value(item)] for key, item in value.items()]
+
+
+def _from_pairs(pairs: list[Any]) -> dict[Any, Any]:
+    return {decode_value(key): decode_value(item) for key, item in pairs}
+
+
+def _items(value: Any) -> list[Any]:
+    return [encode_value(item) for item in value]
+
+
+def _encode_set(value: Any) -> list[Any]:
+    return sorted(_items(value), key=repr)
+
+
+_ENCODERS: dict[type, Callable[[Any], Any]] = {
+    float: _encode_float,
+    list: _items,
+    dict: _encode_dict,
+    tuple: lambda value: {"~tuple": _items(value)},
+    bytes: lambda value: {"~bytes": base64.b64encode(value).decode()},
+    complex: lambda value: {"~complex": [_encode_float(value.real), _encode_float(value.imag)]},
+    set: lambda value: {"~set": _encode_set(value)},
+    frozenset: lambda value: {"~frozenset": _encode_set(value)},
+    range: lambda value: {"~range": [value.start, value.stop, value.step]},
+    Counter: lambda value: {"~counter": _pairs(value)},
+    OrderedDict: lambda value: {"~ordered": _pairs(value)},
+}
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "~float": _decode_float,
+    "~dict": _from_pairs,
+    "~tuple": lambda body: tuple(decode_value(item) for item in body),
+    "~bytes": lambda body: base64.b64decode(body, validate=True),
+    "~complex": lambda body: complex(*map(decode_value, body)),
+    "~set": lambda body: {decode_value(item) for item in body},
+    "~frozenset": lambda body: frozenset(decode_value(item) for item in body),
+    "~range": lambda body: range(*body),
+    "~counter": lambda body: Counter(_from_pairs(body)),
+    "~ordered": lambda body: OrderedDict(_from_pairs(body)),
+    "~torch.Size": lambda body: _torch().Size(body),
+    "~torch.dtype": lambda body: _torch_dtype(body),
+    "~torch.device": lambda body: _torch().device(body),
+}
+
+
+def _torch_encoder(kind: type) -> Callable[[Any], Any] | None:
+    torch = sys.modules.get("torch")  # a torch value exists only where torch has been imported
+    if torch is None:
+        return None
+    encoders: dict[type, Callable[[Any], Any]] = {
+        torch.Size: lambda value: {"~torch.Size": list(value)},
+        torch.dtype: lambda value: {"~torch.dtype": str(value).removeprefix("torch.")},
+        torch.device: lambda value: {"~torch.device": str(value)},
+    }
+    return encoders.get(kind)
+
+
+def _torch() -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise ObjectCodecError("a stored value needs torch", remedy="pip install torch") from None
+
+
+def _torch_dtype(name: str) -> Any:
+    torch = _torch()
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no data type")
+    return dtype

@@ -1,0 +1,136 @@
+"""Strategies for policies and manifests."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from functional_ckpt.plan.layout import ChunkGrid, Layout, LayoutPolicy
+from functional_ckpt.plan.manifest import (
+    DIGEST_NBYTES,
+    Alias,
+    ArrayEntry,
+    Manifest,
+    PerRankEntry,
+    RankItem,
+    ValueEntry,
+    canonical,
+)
+from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.tree import DictKey
+from functional_ckpt.testing.shardings import array_specs, keys
+
+__all__ = ["json_values", "layout_policies", "manifests", "policies"]
+
+_CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
+
+
+@st.composite
+def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
+    """Generate layout policies with sizes so small that small arrays meet every rung of the ladder.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(layout_policies(), lambda policy: policy.min_chunk_nbytes > 1).min_chunk_nbytes
+    2
+    """
+    names = st.lists(st.sampled_from(_CODECS), max_size=2, unique=True).map(tuple)
+    pairs = st.lists(st.tuples(st.text("ab.", max_size=2), names), max_size=2).map(tuple)
+    return LayoutPolicy(
+        target_chunk_nbytes=draw(st.integers(1, 256)),
+        min_chunk_nbytes=draw(st.integers(0, 64)),
+        shared_chunk_nbytes=draw(st.integers(1, 64)),
+        codecs=draw(pairs) if codecs else (),
+        extended_dtypes=draw(st.sampled_from(["native", "bits"])),
+    )
+
+
+@st.composite
+def policies(draw: DrawFn) -> SavePolicy:
+    """Generate save policies that do not wait for disks.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(policies(), lambda policy: policy.replicas == "declared").commit
+    'auto'
+    """
+    return SavePolicy(
+        layout=draw(layout_policies()),
+        replicas=draw(st.sampled_from(["elect", "declared"])),
+        replicated=draw(st.sampled_from(["check", "trust"])),
+        commit=draw(st.sampled_from(["auto", "rename", "marker"])),
+        consolidate=draw(st.booleans()),
+        durability="none",
+        budget_nbytes=draw(st.sampled_from([2**30, 2**10, 1])),
+    )
+
+
+def json_values() -> SearchStrategy[Any]:
+    """Generate what JSON can hold.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(json_values(), lambda value: isinstance(value, list) and value)
+    [None]
+    """
+    number = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    return st.recursive(
+        st.none() | st.booleans() | number | st.text(max_size=4),
+        lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
+        max_leaves=5,
+    )
+
+
+@st.composite
+def manifests(draw: DrawFn) -> Manifest:
+    """Generate consistent manifests, sorted by key as a save makes them.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> manifest = find(manifests(), lambda manifest: len(manifest.aliases) == 1)
+    >>> manifest.aliases[0].target == manifest.arrays[0].spec.key
+    True
+    """
+    names = draw(st.lists(keys(), max_size=5, unique=True))
+    kinds = [draw(st.sampled_from(["array", "value", "alias"])) for _ in names]
+    specs = [draw(array_specs(name)) for name, kind in zip(names, kinds, strict=True) if kind == "array"]
+    values = [name for name, kind in zip(names, kinds, strict=True) if kind == "value" or not specs]
+    aliases = [name for name, kind in zip(names, kinds, strict=True) if kind == "alias" and specs]
+    targets = sorted(spec.key for spec in specs)
+    return Manifest(
+        tuple(draw(_entries(spec)) for spec in sorted(specs, key=lambda spec: spec.key)),
+        tuple(ValueEntry(name, canonical(draw(json_values())), draw(_paths(name))) for name in sorted(values)),
+        tuple(Alias(name, draw(st.sampled_from(targets)), draw(_paths(name))) for name in sorted(aliases)),
+        tuple(
+            PerRankEntry(name, draw(st.integers(1, 9)), draw(_paths(name)))
+            for name in sorted(draw(st.lists(keys(), max_size=2, unique=True)))
+        ),
+        canonical(draw(st.dictionaries(st.text(max_size=3), json_values(), max_size=2))),
+    )
+
+
+@st.composite
+def _entries(draw: DrawFn, spec: ArraySpec) -> ArrayEntry:
+    counts = [draw(st.integers(1, 3)) for _ in spec.shape]
+    chunk = tuple(max(1, -(-n // count)) for n, count in zip(spec.shape, counts, strict=True))
+    layout = Layout(
+        draw(st.sampled_from(["exclusive", "shared"])),
+        chunk,
+        tuple(draw(st.lists(st.sampled_from(_CODECS), max_size=2))),
+        draw(st.sampled_from([spec.dtype, BITS.get(spec.dtype, spec.dtype)])),
+    )
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    digests = random.bytes(ChunkGrid(spec.shape, chunk).size * DIGEST_NBYTES)
+    return ArrayEntry(spec, layout, digests, draw(_paths(spec.key)), draw(st.sampled_from([None, "torch"])))
+
+
+def _paths(key: str) -> SearchStrategy[tuple[Any, ...] | None]:
+    dict_keys = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+    item = st.text(max_size=3) | st.integers(0, 9) | dict_keys.map(DictKey) | st.integers(0, 9).map(RankItem)
+    return st.just(tuple(key.split("."))) | st.none() | st.lists(item, max_size=3).map(tuple)

@@ -1,0 +1,159 @@
+"""Strategies for shapes, boxes, tilings of an array by boxes, and splits of a flat range."""
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
+
+__all__ = [
+    "any_boxes", "boxes", "flat_splits", "grid_tilings", "guillotine_tilings", "shapes", "tilings", "uneven_tilings",
+]  # fmt: skip
+
+Boxes = tuple[Box, ...]
+
+
+def shapes(
+    max_rank: int = 4, max_side: int = 8, min_side: int = 0, min_rank: int = 0
+) -> SearchStrategy[tuple[int, ...]]:
+    """Generate shapes, mostly without zero extents; rank 0 is among them unless `min_rank` says otherwise.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(shapes(), lambda shape: len(shape) == 2)
+    (1, 1)
+    """
+    # Zero extents come from a branch of their own: drawn per axis they would empty most arrays.
+    full = _extents(max(min_side, 1), max_side, min_rank, max_rank)
+    return full if min_side else full | _extents(0, min(max_side, 3), min_rank, max_rank)
+
+
+def _extents(low: int, high: int, min_rank: int, max_rank: int) -> SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(low, high), min_size=min_rank, max_size=max_rank).map(tuple)
+
+
+@st.composite
+def boxes(draw: DrawFn, shape: Sequence[int], empty: bool = True) -> Box:
+    """Generate boxes within an array of `shape`; `empty` allows boxes without cells.
+
+    An array without cells has only empty boxes.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(boxes((4, 4)), lambda box: box.size == 6)
+    Box(start=(0, 0), stop=(2, 3))
+    """
+    start, stop = [], []
+    for extent in shape:
+        least = 1 if extent and not empty else 0
+        length = draw(st.integers(least, extent))
+        start.append(draw(st.integers(0, extent - length)))
+        stop.append(start[-1] + length)
+    return Box(tuple(start), tuple(stop))
+
+
+def any_boxes() -> SearchStrategy[Box]:
+    """Generate boxes of every rank up to 4.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(any_boxes(), lambda box: box.ndim == 0)
+    Box(start=(), stop=())
+    """
+    return shapes().flatmap(boxes)
+
+
+@st.composite
+def guillotine_tilings(draw: DrawFn, shape: Sequence[int], max_boxes: int = 8) -> Boxes:
+    """Generate tilings made by cutting one box in two, again and again: general layouts, grids are rare.
+
+    Shrinks to the whole array in one box.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(guillotine_tilings((2, 2)), lambda tiling: len(tiling) == 3)
+    (Box(start=(0, 0), stop=(1, 1)), Box(start=(0, 1), stop=(1, 2)), Box(start=(1, 0), stop=(2, 2)))
+    """
+    parts = [Box.from_shape(shape)]
+    for _ in range(draw(st.integers(0, max_boxes - 1))):
+        places = [(i, axis) for i, box in enumerate(parts) for axis, n in enumerate(box.shape) if n > 1]
+        if not places:
+            break
+        i, axis = draw(st.sampled_from(places))
+        box = parts[i]
+        at = draw(st.integers(box.start[axis] + 1, box.stop[axis] - 1))
+        parts[i : i + 1] = _cut(box, axis, at)
+    return tuple(parts)
+
+
+def _cut(box: Box, axis: int, at: int) -> list[Box]:
+    low = Box(box.start, (*box.stop[:axis], at, *box.stop[axis + 1 :]))
+    high = Box((*box.start[:axis], at, *box.start[axis + 1 :]), box.stop)
+    return [low, high]
+
+
+@st.composite
+def grid_tilings(draw: DrawFn, shape: Sequence[int], max_parts: int = 4) -> Boxes:
+    """Generate grids with cuts anywhere along each axis; some cells may be empty.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(grid_tilings((4,)), lambda tiling: len(tiling) == 2)
+    (Box(start=(0,), stop=(0,)), Box(start=(0,), stop=(4,)))
+    """
+    return grid_boxes([_sizes(n, draw(_cuts(n, max_parts))) for n in shape])
+
+
+def _cuts(extent: int, max_parts: int) -> SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, extent), max_size=max_parts - 1).map(sorted)
+
+
+def _sizes(extent: int, cuts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(hi - lo for lo, hi in zip((0, *cuts), (*cuts, extent), strict=True))
+
+
+@st.composite
+def uneven_tilings(draw: DrawFn, shape: Sequence[int], max_parts: int = 4) -> Boxes:
+    """Generate grids as ``torch.chunk`` (last parts short or empty) or ``numpy.array_split`` cut them.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> [box.shape for box in find(uneven_tilings((5,)), lambda tiling: len(tiling) == 3)]
+    [(2,), (2,), (1,)]
+    """
+    rule = draw(st.sampled_from([chunked_sizes, balanced_sizes]))
+    return grid_boxes([rule(n, draw(st.integers(1, max_parts))) for n in shape])
+
+
+def tilings(shape: Sequence[int]) -> SearchStrategy[Boxes]:
+    """Generate tilings of an array of `shape` of every kind.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(tilings((3, 3)), lambda tiling: True)
+    (Box(start=(0, 0), stop=(3, 3)),)
+    """
+    return guillotine_tilings(shape) | grid_tilings(shape, 3) | uneven_tilings(shape, 3)
+
+
+@st.composite
+def flat_splits(draw: DrawFn, size: int, max_parts: int = 4) -> tuple[tuple[int, int], ...]:
+    """Generate splits of the flat range ``[0, size)`` into half-open ranges in order; some may be empty.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(flat_splits(9), lambda ranges: len(ranges) == 2 and all(lo < hi for lo, hi in ranges))
+    ((0, 1), (1, 9))
+    """
+    cuts = draw(_cuts(size, max_parts))
+    return tuple(zip((0, *cuts), (*cuts, size), strict=True))

@@ -1,0 +1,323 @@
+"""Strategies for array specs, device meshes, placements, replica ids, shards and worlds."""
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import TypeVar
+
+from hypothesis import event
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from functional_ckpt.spec.array import DTYPES, ArraySpec, ObjectSpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.placement import (
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    from_placements,
+)
+from functional_ckpt.spec.sharding import (
+    Fragment,
+    ShardSpec,
+    World,
+    fragments,
+    from_rank_offsets,
+)
+from functional_ckpt.testing.regions import (
+    boxes,
+    flat_splits,
+    grid_tilings,
+    guillotine_tilings,
+    shapes,
+    uneven_tilings,
+)
+
+__all__ = [
+    "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_worlds",
+    "placements", "regular_shards", "regular_worlds", "replica_ids", "shardings", "shards", "worlds",
+]  # fmt: skip
+
+T = TypeVar("T")
+_TILINGS = {
+    "guillotine": guillotine_tilings,
+    "grid": lambda shape: grid_tilings(shape, 3),
+    "uneven": lambda shape: uneven_tilings(shape, 3),
+}
+
+
+def dtypes() -> SearchStrategy[str]:
+    """Generate the data types of the format.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(dtypes(), lambda name: name.startswith("float8"))
+    'float8_e4m3fn'
+    """
+    return st.sampled_from([*DTYPES])
+
+
+def keys() -> SearchStrategy[str]:
+    """Generate keys: mostly dotted names, some with anything that Unicode allows.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(keys(), lambda key: "." in key).count(".")
+    1
+    """
+    part = st.text("abwxyz019_", min_size=1, max_size=4)
+    names = st.lists(part, min_size=1, max_size=3).map(".".join)
+    # Surrogates are not text: keys with them are refused.
+    return names | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+
+
+@st.composite
+def array_specs(draw: DrawFn, key: str | None = None, shape: Sequence[int] | None = None) -> ArraySpec:
+    """Generate array specs, of the given key and shape if any.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(array_specs(key="w"), lambda spec: spec.shape == (2, 1))
+    ArraySpec(key='w', shape=(2, 1), dtype='bool')
+    """
+    size = tuple(shape) if shape is not None else draw(shapes())
+    return ArraySpec(key if key is not None else draw(keys()), size, draw(dtypes()))
+
+
+def object_specs() -> SearchStrategy[ObjectSpec]:
+    """Generate specs of leaves that are not arrays.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> len(find(object_specs(), lambda spec: True).key)
+    1
+    """
+    return keys().map(ObjectSpec)
+
+
+def meshes(max_axes: int = 3, max_side: int = 3) -> SearchStrategy[tuple[int, ...]]:
+    """Generate shapes of device meshes: at least one axis, at least one rank.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(meshes(), lambda mesh: len(mesh) == 2 and mesh[0] > 1)
+    (2, 1)
+    """
+    return st.lists(st.integers(1, max_side), min_size=1, max_size=max_axes).map(tuple)
+
+
+def placements(mesh: Sequence[int], ndim: int) -> SearchStrategy[tuple[Placement, ...]]:
+    """Generate one placement per mesh axis for an array of `ndim` dimensions, strided ones included.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(placements((2, 2), 1), lambda p: p[0] != p[1])
+    (Replicate(), Shard(dim=0))
+    """
+    one: SearchStrategy[Placement] = st.just(Replicate())
+    if ndim:
+        dims = st.integers(0, ndim - 1)
+        one |= st.builds(Shard, dims) | st.builds(StridedShard, dims, st.integers(2, 4))
+    return st.tuples(*(one for _ in mesh))
+
+
+def replica_ids(copies: int) -> SearchStrategy[tuple[tuple[int, ...], ...]]:
+    """Generate `copies` different replica ids, the first of which is the main one.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(replica_ids(3), lambda ids: True)
+    ((0,), (1,), (2,))
+    """
+    flat = tuple((i,) for i in range(copies))
+    pairs = tuple(divmod(i, 2) for i in range(copies))
+    return st.sampled_from([flat, pairs])
+
+
+@st.composite
+def shards(draw: DrawFn, array: ArraySpec) -> ShardSpec:
+    """Generate single shards of `array`, flat ones included.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(shards(ArraySpec("w", (3, 3), "int8")), lambda shard: shard.flat is not None).flat
+    (0, 0)
+    """
+    box = draw(boxes(array.shape))
+    flat = draw(st.none() | st.lists(st.integers(0, box.size), min_size=2, max_size=2).map(sorted))
+    return ShardSpec(array, box, draw(st.integers(0, 2)), tuple(flat) if flat else None)
+
+
+def any_shards() -> SearchStrategy[ShardSpec]:
+    """Generate shards of any array.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(any_shards(), lambda shard: shard.size == 3).box
+    Box(start=(0,), stop=(3,))
+    """
+    return array_specs().flatmap(shards)
+
+
+def any_fragments() -> SearchStrategy[Fragment]:
+    """Generate fragments of non-empty shards.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(any_fragments(), lambda fragment: fragment.box.ndim == 0)
+    Fragment(box=Box(start=(), stop=()), run=0)
+    """
+    full = shapes(min_side=1).flatmap(
+        lambda shape: st.tuples(st.just(shape), boxes(shape, empty=False), flat_splits(prod(shape), 2))
+    )
+    return full.flatmap(_one_fragment)
+
+
+def _one_fragment(parts: tuple[tuple[int, ...], Box, tuple[tuple[int, int], ...]]) -> SearchStrategy[Fragment]:
+    shape, box, ranges = parts
+    array = ArraySpec("w", shape, "int8")
+    found = [f for flat in ranges for f in fragments(ShardSpec(array, array.box, 0, flat))]
+    return st.sampled_from([Fragment(box, 0), *found])
+
+
+@st.composite
+def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: int = 1) -> World:
+    """Generate worlds that DTensor placements on a mesh make; up to `outside` ranks are not in the mesh.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> w = ArraySpec("w", (4,), "int8")
+    >>> find(placed_worlds(w), lambda world: sum(s.is_main for rank in world.ranks for s in rank) == 2).size
+    2
+    """
+    mesh = draw(meshes(max_axes))
+    how = draw(placements(mesh, len(array.shape)))
+    held = [
+        tuple(placed.shard for placed in from_placements(array, mesh, coordinate, how))
+        for coordinate in product(*map(range, mesh))
+    ]
+    held += [()] * draw(st.integers(0, outside))
+    return World(draw(_reordered(held)))
+
+
+@st.composite
+def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
+    """Generate valid worlds that hold `array`: any tiling, parts of it flattened, replicated and dealt to ranks.
+
+    Every part has exactly one main replica, so that both writer rules accept the world. Some ranks hold nothing.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> world = find(shardings(ArraySpec("w", (4,), "int8")), lambda world: len(world.ranks[0]) == 2)
+    >>> [shard.box for shard in world.ranks[0]]
+    [Box(start=(0,), stop=(1,)), Box(start=(1,), stop=(4,))]
+    """
+    kind = draw(st.sampled_from([*_TILINGS, "placements"]))
+    event(f"sharding: {kind}")
+    if kind == "placements":
+        return draw(placed_worlds(array))
+    ranks = draw(st.integers(1, max_ranks))
+    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
+    for shard in draw(_reordered(draw(_parts(array, draw(_TILINGS[kind](array.shape)))))):
+        held[draw(st.integers(0, ranks - 1))].append(shard)
+    return World(held)
+
+
+@st.composite
+def _parts(draw: DrawFn, array: ArraySpec, tiling: Sequence[Box]) -> list[ShardSpec]:
+    """Flatten some boxes of a tiling into ranges and make copies of some parts."""
+    flatten, copy = draw(st.tuples(st.booleans(), st.booleans()))
+    if flatten:
+        event("sharding: some flat")
+    parts: list[ShardSpec] = []
+    for box in tiling:
+        split = flatten and draw(st.booleans())
+        ranges = draw(flat_splits(box.size, 3)) if split else (None,)
+        for flat in dict.fromkeys(ranges):
+            copies = draw(st.integers(1, 3)) if copy else 1
+            ids = draw(replica_ids(copies)) if copies > 1 else ((0,),)
+            parts += [ShardSpec(array, box, replica, flat) for replica in ids]
+    return parts
+
+
+def _reordered(items: Sequence[T]) -> SearchStrategy[Sequence[T]]:
+    # Hypothesis shrinks a drawn permutation to none at all, but draws one number per item.
+    return st.permutations(items) if len(items) > 1 else st.just(items)
+
+
+@st.composite
+def worlds(draw: DrawFn, max_arrays: int = 3, max_ranks: int = 4) -> World:
+    """Generate valid worlds of several arrays with different keys, each sharded in its own way.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(worlds(), lambda world: len(world.by_key()) == 2).size
+    1
+    """
+    names = draw(st.lists(keys(), max_size=max_arrays, unique=True))
+    several = [draw(shardings(draw(array_specs(name)), max_ranks)) for name in names]
+    ranks = max((world.size for world in several), default=1)
+    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
+    for world in several:
+        for rank, part in enumerate(world.ranks):
+            held[rank] += part
+    return World(held)
+
+
+@st.composite
+def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[ShardSpec, ...]:
+    """Generate all cells of a regular grid, row-major, each made by `from_rank_offsets` and none empty.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> [shard.box.start for shard in find(regular_shards(), lambda grid: len(grid) == 2)]
+    [(0,), (1,)]
+    """
+    local = draw(shapes(max_rank, 4, min_side=1))
+    parts = [draw(st.integers(1, 3)) for _ in local]
+    dtype = draw(dtypes())
+    prepended = draw(st.integers(0, next((i for i, n in enumerate(local) if n > 1), len(local))))
+    cells = product(*map(range, parts))
+    return tuple(
+        from_rank_offsets(
+            key, dtype, local[prepended:],
+            *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
+            prepend_axes=prepended,
+        )
+        for cell in cells
+    )  # fmt: skip
+
+
+@st.composite
+def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
+    """Generate worlds in which every shard knows its regular grid, so that ranks can plan by themselves.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(regular_worlds(), lambda world: world.size == 2).size
+    2
+    """
+    ranks = draw(st.integers(1, max_ranks))
+    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
+    for number in range(draw(st.integers(1, max_arrays))):
+        for shard in draw(regular_shards(f"w{number}")):
+            for replica in range(draw(st.integers(1, 2))):
+                copy = ShardSpec(shard.array, shard.box, replica, None, shard.grid)
+                held[draw(st.integers(0, ranks - 1))].append(copy)
+    return World(held)

@@ -1,0 +1,208 @@
+"""Torch tensors and DTensors as leaves: their specs, host views, and filling them in place."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from functional_ckpt.errors import DTypeError, SpecError, UnsupportedLeafError
+from functional_ckpt.leaves import HeldArray, Target
+from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard, from_placements
+from functional_ckpt.spec.sharding import Fragment, ShardSpec
+from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.store.encoding import Array, numpy_dtype
+
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
+
+#: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in (
+        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64 complex128 "
+        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+    ).split()
+    if hasattr(torch, name)
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def host_view(tensor: torch.Tensor) -> Array:
+    """Return a CPU tensor's memory as a numpy array, of any strides, with ml_dtypes where numpy has no such type.
+
+    Examples
+    --------
+    >>> host_view(torch.ones(2, dtype=torch.bfloat16)).dtype
+    dtype(bfloat16)
+    """
+    name = DTYPE_NAMES[tensor.dtype]
+    if name in BITS:
+        words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
+        return words.view(numpy_dtype(name))
+    plain: Array = tensor.detach().numpy()
+    return plain
+
+
+def to_torch(array: Array, name: str) -> torch.Tensor:
+    """Return a writable numpy array of data type `name` as a tensor on the same memory.
+
+    Examples
+    --------
+    >>> to_torch(np.zeros(2, "f4"), "float32").dtype
+    torch.float32
+    """
+    if name in BITS:
+        return torch.from_numpy(array.view(BITS[name])).view(TORCH_DTYPES[name])
+    return torch.from_numpy(array)
+
+
+@attrs.frozen(eq=False)
+class DeviceBuffer:
+    """A tensor that the host cannot address; pieces are copied over as they are needed."""
+
+    tensor: torch.Tensor
+
+    def view(self, fragment: Fragment) -> Array | None:
+        """Return None: there is no host view."""
+        return None
+
+    def get(self, fragment: Fragment, region: tuple[Any, ...]) -> Array:
+        """Copy a region to the host."""
+        return host_view(self._piece(fragment, region).cpu())
+
+    def put(self, fragment: Fragment, region: tuple[Any, ...], values: Array) -> None:
+        """Copy a region to the device; a change of data type happens on the host, by the same rule as there."""
+        piece = self._piece(fragment, region)
+        name = DTYPE_NAMES[piece.dtype]
+        host = np.empty(tuple(piece.shape), numpy_dtype(name))
+        np.copyto(host, values, casting="unsafe")
+        piece.copy_(to_torch(host, name))
+
+    def staged(self) -> Buffer:
+        """Return a copy on the host."""
+        return HostBuffer(host_view(self.tensor.cpu()))
+
+    def _piece(self, fragment: Fragment, region: tuple[Any, ...]) -> torch.Tensor:
+        shape = fragment.box.shape
+        if fragment.box.size == self.tensor.numel():
+            return self.tensor.reshape(shape)[region]
+        flat = self.tensor.view(-1)
+        return flat[fragment.run : fragment.run + fragment.box.size].view(shape)[region]
+
+
+class TorchLeaves:
+    """Tensors (any stride; meta tensors are allocated on load) and DTensors (any mesh; no partial sums)."""
+
+    def accepts(self, leaf: object) -> bool:
+        """Tell whether `leaf` is a tensor."""
+        return isinstance(leaf, torch.Tensor)
+
+    def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
+        """Describe a tensor that is saved."""
+        _check_type(key, leaf)
+        if leaf.is_meta:
+            raise UnsupportedLeafError("a meta tensor has no data to save", key, rank, tuple(leaf.shape))
+        return self._held(key, leaf, rank)
+
+    def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
+        """Describe a tensor that is loaded."""
+        _check_type(key, leaf)
+        if leaf.is_meta:
+            leaf = _allocated(leaf, device)
+        elif leaf.is_conj() or leaf.is_neg():
+            raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(leaf.shape))
+        return Target(self._held(key, leaf, rank), lambda: leaf)
+
+    def empty(self, leaf: Any, spec: ArraySpec) -> torch.Tensor:
+        """Return a new tensor on the CPU."""
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+
+    def _held(self, key: str, leaf: torch.Tensor, rank: int) -> HeldArray:
+        spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
+        if isinstance(leaf, DTensor):
+            local = leaf.to_local().detach()
+            return HeldArray(spec, _placed_parts(spec, leaf, local), False, _identity(local, leaf.placements))
+        plain = leaf.detach().resolve_conj().resolve_neg()
+        shard = ShardSpec(spec, spec.box, rank)
+        return HeldArray(spec, ((shard, _buffer(plain)),), True, _identity(leaf, ()))
+
+
+def _placed_parts(spec: ArraySpec, leaf: DTensor, local: torch.Tensor) -> tuple[tuple[ShardSpec, Buffer], ...]:
+    mesh = leaf.device_mesh
+    placements = tuple(_placement(spec.key, p) for p in leaf.placements)
+    placed = from_placements(spec, tuple(mesh.shape), mesh.get_coordinate(), placements)
+    parts: list[tuple[ShardSpec, Buffer]] = []
+    for part in placed:
+        if not Box.from_shape(tuple(local.shape)).contains(part.local):
+            raise SpecError("a DTensor's local tensor does not fit its placements", spec.key, None, spec.shape,
+                            part.shard.box.start, part.local.shape, tuple(local.shape))  # fmt: skip
+        piece = local[part.local.slices] if part.local.size else local
+        parts.append((part.shard, _buffer(piece)))
+    return tuple(parts)
+
+
+def _placement(key: str, placement: Any) -> Placement:
+    # The strided class became a subclass of Shard in some versions, so it is asked first.
+    factor = getattr(placement, "split_factor", None)
+    if factor is not None:
+        return StridedShard(placement.dim, int(factor))
+    if placement.is_shard():
+        return Shard(placement.dim)
+    if placement.is_replicate():
+        return Replicate()
+    raise UnsupportedLeafError(
+        "a DTensor with a partial placement has no values of its own yet", key, found=str(placement),
+        remedy="Call redistribute with Replicate or Shard before saving",
+    )  # fmt: skip
+
+
+def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
+    if isinstance(leaf, DTensor):
+        local = torch.empty_like(leaf.to_local(), device=leaf.device_mesh.device_type)
+        empty: torch.Tensor = DTensor.from_local(
+            local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+        )
+    else:
+        empty = torch.empty_like(leaf, device=device)
+    if isinstance(leaf, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, leaf.requires_grad)
+    return empty.requires_grad_(leaf.requires_grad)
+
+
+def _buffer(tensor: torch.Tensor) -> Buffer:
+    return HostBuffer(host_view(tensor)) if tensor.device.type == "cpu" else DeviceBuffer(tensor)
+
+
+def _check_type(key: str, leaf: torch.Tensor) -> None:
+    plain = isinstance(leaf, DTensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if not plain or leaf.layout is not torch.strided or leaf.is_quantized:
+        raise UnsupportedLeafError(
+            "a tensor of this kind has no representation", key, None, tuple(leaf.shape), None,
+            "a dense torch.Tensor, Parameter, Buffer or DTensor", f"{type(leaf).__qualname__}, {leaf.layout}",
+            "Convert it to dense tensors (indices, values, scales) before saving",
+        )  # fmt: skip
+
+
+def _dtype_name(key: str, leaf: torch.Tensor) -> str:
+    name = DTYPE_NAMES.get(leaf.dtype)
+    if name is None:
+        raise DTypeError(
+            "the format has no such data type", key, None, tuple(leaf.shape), None,
+            "one of " + ", ".join(TORCH_DTYPES), str(leaf.dtype),
+            "View it as a data type of the same width, such as torch.view_as_real for complex32",
+        )  # fmt: skip
+    return name
+
+
+def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (*place, tensor.is_conj(), tensor.is_neg(), tuple(map(str, placements)))
+
+
+TORCH_LEAVES = TorchLeaves()

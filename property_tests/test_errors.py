@@ -1,0 +1,113 @@
+"""X: errors travel between ranks unchanged, and a fault in a world is named."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from functional_ckpt import errors
+from functional_ckpt.errors import CheckpointError, CheckpointErrors, ProblemError, raise_problems
+
+PROBLEMS = [
+    kind
+    for name in errors.__all__
+    if isinstance(kind := getattr(errors, name), type) and issubclass(kind, ProblemError)
+]
+FIELDS = ("what", "key", "rank", "shape", "offset", "expected", "found", "remedy")
+
+
+@st.composite
+def problems(draw):
+    ints = st.none() | st.lists(st.integers(), max_size=3).map(tuple)
+    anything = st.none() | st.text(max_size=5) | st.integers() | ints
+    return draw(st.sampled_from(PROBLEMS))(
+        draw(st.text(min_size=1, max_size=9)),
+        draw(st.none() | st.text(max_size=5)),
+        draw(st.none() | st.integers(0, 9) | ints),
+        draw(ints),
+        draw(ints),
+        draw(anything),
+        draw(anything),
+        draw(st.none() | st.text(max_size=9)),
+    )
+
+
+GROUPS = st.builds(
+    CheckpointErrors, st.text(min_size=1, max_size=9), st.lists(problems(), min_size=1, max_size=3)
+)
+
+
+def fields(error):
+    if isinstance(error, CheckpointErrors):
+        return [error.message, *(fields(e) for e in error.exceptions)]
+    return [type(error), *(getattr(error, name) for name in FIELDS)]
+
+
+def test_the_scan_finds_the_classes():
+    assert len(PROBLEMS) > 15
+    public = {n for n in dir(errors) if isinstance(getattr(errors, n), type) and n.endswith("Error")}
+    assert public <= {*errors.__all__}
+
+
+def check_travels(error):
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        other = pickle.loads(pickle.dumps(error, protocol))
+        assert type(other) is type(error)
+        assert str(other) == str(error)
+        assert repr(other) == repr(error)
+        assert fields(other) == fields(error)
+
+
+@pytest.mark.parametrize("kind", PROBLEMS, ids=lambda kind: kind.__name__)
+def test_x3_every_class_pickles_to_an_equal_error(kind):
+    check_travels(kind("a", "b", (0, 1), (2, 3), (4, 5), "c", {"d": 6}, "e"))
+    check_travels(kind("a"))
+
+
+@given(problems())
+def test_x3_errors_pickle_to_equal_ones(error):
+    check_travels(error)
+
+
+@given(GROUPS)
+def test_x3_groups_pickle_to_equal_ones(group):
+    other = pickle.loads(pickle.dumps(group))
+    assert type(other) is CheckpointErrors
+    assert str(other) == str(group)
+    assert fields(other) == fields(group)
+
+
+@given(problems())
+def test_x3_the_text_says_every_field(error):
+    text = str(error)
+    assert text.startswith(error.what)
+    for name in ("key", "rank", "shape", "offset", "expected", "found"):
+        value = getattr(error, name)
+        if value is not None:
+            assert (repr(value) if name == "key" else str(value)) in text
+    assert text.endswith(error.remedy or "")
+    assert isinstance(error, CheckpointError)
+
+
+@given(st.lists(problems() | GROUPS, max_size=4))
+def test_all_problems_are_raised_at_once(several):
+    flat = [p for e in several for p in (e.exceptions if isinstance(e, CheckpointErrors) else [e])]
+    if not flat:
+        raise_problems(several)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        raise_problems(several)
+    if len(flat) == 1:
+        assert caught.value is flat[0]
+    else:
+        assert list(caught.value.exceptions) == flat
+        assert all(str(p) in str(caught.value) for p in flat)
+
+
+@given(GROUPS)
+def test_groups_split_into_groups_of_their_type(group):
+    kind = type(group.exceptions[0])
+    match, rest = group.split(kind)
+    assert type(match) is CheckpointErrors
+    assert rest is None or type(rest) is CheckpointErrors
