@@ -69,9 +69,7 @@ def load_raw(into: State, path: Path) -> None:
         os.close(file)
 
 
-def save_dcp(
-    state: State, path: Path, durable: bool, *, crc: bool = True, threads: int = 1
-) -> None:
+def save_dcp(state: State, path: Path, durable: bool, *, crc: bool = True, threads: int = 1) -> None:
     writer = dcp.FileSystemWriter(path, sync_files=durable, thread_count=threads)
     with _crc32(crc):
         dcp.save(state, storage_writer=writer, no_dist=True)

@@ -51,9 +51,7 @@ def rotated(items: Sequence[_Item], number: int) -> list[_Item]:
     return [*items[start:], *items[:start]]
 
 
-def time_saves(
-    competitors: Sequence[Competitor], state: State, place: Place, rounds: int
-) -> Samples:
+def time_saves(competitors: Sequence[Competitor], state: State, place: Place, rounds: int) -> Samples:
     """Time `rounds` saves of each competitor, each to a path that never existed."""
     files = sum(1 for _ in tensors_of(state))
     samples: dict[str, list[Sample]] = {one.name: [] for one in competitors}
@@ -66,9 +64,7 @@ def time_saves(
     return samples
 
 
-def time_loads(
-    competitors: Sequence[Competitor], state: State, place: Place, rounds: int
-) -> Samples:
+def time_loads(competitors: Sequence[Competitor], state: State, place: Place, rounds: int) -> Samples:
     """Time `rounds` loads of each competitor into allocated tensors, from a warm page cache."""
     into = blank_like(state)
     paths = {one.name: _saved_and_proved(one, state, into, place) for one in competitors}

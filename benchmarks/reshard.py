@@ -80,9 +80,7 @@ def _rank_main(rank: int, job: _Job) -> None:
     dist.destroy_process_group()
 
 
-def _calls(
-    library: str, path: Path
-) -> tuple[Callable[[DState], object], Callable[[DState], object]]:
+def _calls(library: str, path: Path) -> tuple[Callable[[DState], object], Callable[[DState], object]]:
     if library == OURS:
         policy = functional_ckpt.SavePolicy(durability="none")
         return (
@@ -105,8 +103,7 @@ def _blocks(nbytes: int, axis: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _sharded(mesh: DeviceMesh, nbytes: int, axis: int) -> DState:
     tensors = {
-        name: DTensor.from_local(block, mesh, [Shard(axis)], run_check=False)
-        for name, block in _blocks(nbytes, axis)
+        name: DTensor.from_local(block, mesh, [Shard(axis)], run_check=False) for name, block in _blocks(nbytes, axis)
     }
     return {"model": tensors}
 

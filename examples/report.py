@@ -80,10 +80,7 @@ def check_losses(straight: list[float], resumed: Mapping[str, list[float]], star
     for i in sorted({*range(0, len(straight), len(straight) // 5), len(straight) - 1}):
         columns = (f"{losses[i]:25.7f}" for losses in resumed.values())
         print(f"      {start + i + 1:4}  {straight[i]:13.7f}", *columns)
-    worst = [
-        max(abs(a - b) for a, b in zip(straight, losses, strict=True))
-        for losses in resumed.values()
-    ]
+    worst = [max(abs(a - b) for a, b in zip(straight, losses, strict=True)) for losses in resumed.values()]
     print("      largest difference ", *(f"{difference:25.1e}" for difference in worst))
     if not all(difference <= LOSS_TOLERANCE for difference in worst):  # a NaN must fail too
         raise SystemExit(f"the losses differ by more than {LOSS_TOLERANCE:.0e}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from functional_ckpt.plan.layout import LayoutPolicy
     from functional_ckpt.plan.manifest import Manifest
     from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
-    from functional_ckpt.saving import Progress
+    from functional_ckpt.progress import Progress
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
     from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
@@ -44,7 +44,7 @@ _MODULES = {
     "LoadPolicy": "policy",
     "SavePolicy": "policy",
     "Strict": "policy",
-    "Progress": "saving",
+    "Progress": "progress",
     "ArraySpec": "spec.array",
     "ObjectSpec": "spec.array",
     "Box": "spec.box",

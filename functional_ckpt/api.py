@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import attrs
 
-from functional_ckpt.comm import Gather, LocalGather
+from functional_ckpt.collector import collector_paused
+from functional_ckpt.comm import Gather, LocalGather, together
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
 from functional_ckpt.pending import PendingSave, start
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.policy import LoadPolicy, SavePolicy
-from functional_ckpt.saving import Prepared, Progress, Tracker, prepare, write
+from functional_ckpt.progress import Progress, Tracker
+from functional_ckpt.saving import Prepared, prepare, write
+from functional_ckpt.store.commit import abandon
 
 __all__ = ["async_save", "diff", "load", "save"]
 
@@ -33,7 +36,7 @@ def save(
     attributes: Mapping[str, Any] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Manifest:
-    """Save a state: nested dicts and lists of tensors, arrays and plain values. All ranks call it; all return together.
+    """Save a state: nested dicts and lists of tensors, arrays and plain values. All ranks call it together.
 
     Parameters
     ----------
@@ -68,7 +71,8 @@ def save(
     """
     _refuse_base(base)
     gather = _gather(process_group, policy.timeout_s, "sync")
-    return write(prepare(state, path, policy, gather, overwrite, attributes), Tracker(progress))
+    with collector_paused():
+        return write(prepare(state, path, policy, gather, overwrite, attributes), Tracker(progress))
 
 
 def async_save(
@@ -100,11 +104,22 @@ def async_save(
     _refuse_base(base)
     gather = _gather(process_group, policy.timeout_s, "sync")
     background = _gather(process_group, policy.timeout_s, "async")
-    prepared = prepare(state, path, policy, gather, overwrite, attributes)
+    with collector_paused():
+        prepared = prepare(state, path, policy, gather, overwrite, attributes)
     tracker = Tracker(progress)
-    tracker.enter("stage")
-    staged = _staged(prepared, background)
-    return start(lambda: write(staged, tracker), tracker)
+    staged: list[Prepared] = []
+
+    def stage() -> None:
+        tracker.enter("stage")
+        staged.append(_staged(prepared, background))
+
+    try:
+        together(gather, stage)
+    except BaseException:
+        if gather.rank == 0:
+            abandon(prepared.site, prepared.claim)
+        raise
+    return start(lambda: write(staged[0], tracker), tracker)
 
 
 def load(
@@ -117,8 +132,8 @@ def load(
 ) -> Any:
     """Load a checkpoint into a tree shaped as `like`, under any layout.
 
-    Leaves that hold memory (tensors, DTensors, numpy arrays) are filled in place and returned; meta tensors and specs
-    are allocated; plain values are replaced by the stored ones.
+    Leaves that hold memory (tensors, DTensors, numpy arrays) are filled in place and returned; meta tensors and
+    specs are allocated; plain values are replaced by the stored ones.
 
     Raises
     ------
@@ -132,7 +147,9 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    return load_tree(like, path, policy, _gather(process_group, policy.timeout_s, "sync"), progress)
+    gather = _gather(process_group, policy.timeout_s, "sync")
+    with collector_paused():
+        return load_tree(like, path, policy, gather, progress)
 
 
 def diff(a: str | Path, b: str | Path) -> Any:
@@ -164,7 +181,7 @@ def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
         return process_group
     if "torch" not in sys.modules:
         if process_group is not None:
-            raise SpecError("this is no process group", found=type(process_group).__name__,
+            raise SpecError("this is no process group", None, None, None, None, None, type(process_group).__name__,
                             remedy="Pass a torch process group or an object with rank, size and all_gather")  # fmt: skip
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group")

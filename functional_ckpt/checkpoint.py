@@ -17,10 +17,11 @@ from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
-from functional_ckpt.store.base import Store, open_store
+from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import numpy_dtype
 from functional_ckpt.store.execute import check_chunk, read_plan
+from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.values import decode_text
 
@@ -142,9 +143,9 @@ class Checkpoint(Mapping[str, StoredArray]):
         Values that were saved as `PerRank` stand in a dict keyed by rank.
         """
         manifest = self.manifest
-        leaves: list[tuple[Any, Any]] = [(e.path or (e.spec.key,), self[e.spec.key]) for e in manifest.arrays]
-        leaves += [(alias.path or (alias.key,), self[alias.target]) for alias in manifest.aliases]
-        leaves += [(v.path if v.path is not None else (v.key,), decode_text(v.key, v.text)) for v in manifest.values]
+        leaves: list[tuple[Any, Any]] = [(_path(e.path, e.spec.key), self[e.spec.key]) for e in manifest.arrays]
+        leaves += [(_path(alias.path, alias.key), self[alias.target]) for alias in manifest.aliases]
+        leaves += [(_path(v.path, v.key), decode_text(v.key, v.text)) for v in manifest.values]
         try:
             return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
         except ValueError as error:
@@ -180,12 +181,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Examples
     --------
-    >>> open_checkpoint("memory://no-such")
+    >>> open_checkpoint("memory://no-such")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://no-such', found nothing. Check the path
+    functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://no-such', ...
     """
     return Checkpoint(read_manifest(path), open_store(path))
+
+
+def _path(path: tuple[Any, ...] | None, key: str) -> tuple[Any, ...]:
+    return (key,) if path is None else path  # the empty path is that of a state which is one leaf
 
 
 def _by_rank(path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -221,4 +226,3 @@ def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tu
         raise ShapeError("only ints, slices and ... index a stored array", key, None, shape, None, None, repr(item),
                          "Read a slice and index the numpy array") from None  # fmt: skip
     return at, at + 1, 0
-

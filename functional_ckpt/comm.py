@@ -15,7 +15,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 
-__all__ = ["Gather", "LocalGather", "together"]
+__all__ = ["Gather", "LocalGather", "agree", "together"]
 
 T = TypeVar("T")
 
@@ -58,6 +58,21 @@ class LocalGather:
         return [value]
 
 
+def agree(gather: Gather, function: Callable[[], T]) -> T:
+    """Run `function` on every rank and return this rank's result; if any rank fails, every rank raises.
+
+    Only problems travel, unlike with `together`.
+
+    Examples
+    --------
+    >>> agree(LocalGather(), lambda: 3)
+    3
+    """
+    mine: list[T] = []
+    together(gather, lambda: mine.append(function()))
+    return mine[0]
+
+
 @attrs.frozen
 class _Outcome:
     value: Any
@@ -87,8 +102,10 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
         mine = _Outcome(None, _portable(error))
     try:
         outcomes: list[_Outcome] = gather.all_gather(mine)
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        if cause is None:
+            raise
+        raise error from cause
     except Exception as error:
         raise RankFailedError(
             "the group of ranks broke while they agreed", None, gather.rank, found=str(error),

@@ -211,7 +211,8 @@ def raise_problems(problems: Iterable[CheckpointError]) -> None:
     """
     found: list[CheckpointError] = []
     for problem in problems:
-        found.extend(problem.exceptions if isinstance(problem, CheckpointErrors) else [problem])
+        inner = problem.exceptions if isinstance(problem, CheckpointErrors) else (problem,)
+        found += [error for error in inner if isinstance(error, CheckpointError)]
     if len(found) == 1:
         raise found[0]
     if found:

@@ -7,6 +7,7 @@ a spec.
 import importlib
 import sys
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, Protocol
 
 import attrs
@@ -79,7 +80,7 @@ class NumpyLeaves:
 
     def accepts(self, leaf: object) -> bool:
         """Tell whether `leaf` is a numpy array or scalar, or a spec."""
-        return isinstance(leaf, np.ndarray | np.generic | ArraySpec | ShardSpec)
+        return isinstance(leaf, _NUMPY_TYPES)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
@@ -129,11 +130,15 @@ def adapter_of(leaf: object) -> LeafAdapter | None:
     """
     if _NUMPY.accepts(leaf):
         return _NUMPY
-    if "torch" in sys.modules:
-        torch_leaves: LeafAdapter = importlib.import_module("functional_ckpt.torch.tensors").TORCH_LEAVES
-        if torch_leaves.accepts(leaf):
-            return torch_leaves
+    if "torch" in sys.modules and _torch_leaves().accepts(leaf):
+        return _torch_leaves()
     return None
+
+
+@cache
+def _torch_leaves() -> LeafAdapter:
+    adapter: LeafAdapter = importlib.import_module("functional_ckpt.torch.tensors").TORCH_LEAVES
+    return adapter
 
 
 def _whole(key: str, array: Array, rank: int, identity: Hashable) -> HeldArray:
@@ -147,4 +152,5 @@ def _identity(array: Any) -> Hashable:
     return array.__array_interface__["data"][0], array.dtype.str, array.shape, array.strides
 
 
+_NUMPY_TYPES = (np.ndarray, np.generic, ArraySpec, ShardSpec)
 _NUMPY = NumpyLeaves()

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.comm import Gather, together
+from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -24,12 +24,15 @@ from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import LoadPlan, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.policy import LoadPolicy
-from functional_ckpt.saving import Progress, Tracker
+from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.spec.tree import Path as TreePath, key_of, map_leaves
-from functional_ckpt.store.base import Store, open_store
+from functional_ckpt.spec.tree import Path as TreePath
+from functional_ckpt.spec.tree import key_of, map_leaves
+from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.commit import manifest_digest
 from functional_ckpt.store.execute import check_chunk, read_chunk, read_plan
+from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.values import decode_text
 
@@ -49,9 +52,9 @@ def load_tree(
     tracker = Tracker(report)
     tracker.enter("plan")
     store = open_store(path)
-    manifests = together(gather, lambda: read_manifest(path))
-    manifest = manifests[gather.rank]
-    if any(other != manifest for other in manifests):
+    manifest = agree(gather, lambda: read_manifest(path))
+    digests = together(gather, lambda: manifest_digest(manifest.to_json())) if gather.size > 1 else []
+    if len(set(digests)) > 1:
         raise SpecError("the ranks see different checkpoints under one path", store.url,
                         remedy="Load from a path on a file system that all ranks share")  # fmt: skip
     seeker = _Seeker(manifest, store, policy, gather)
@@ -65,7 +68,7 @@ def load_tree(
     _check_unexpected(manifest, used, policy)
     skeleton, load_plan = kept[0]
     tracker.enter("read", sum(r.box.size * manifest.by_key[r.key].spec.itemsize for r in load_plan.reads))
-    together(gather, lambda: seeker.read(load_plan, tracker.add))
+    agree(gather, lambda: seeker.read(load_plan, tracker.add))
     tracker.enter("done")
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, skeleton)
 
@@ -119,9 +122,7 @@ class _Seeker:
     def read(self, plan: LoadPlan, on_bytes: Callable[[int], None]) -> None:
         """Fill the targets."""
         policy = self.policy
-        read_plan(
-            plan, self.manifest.by_key, self.buffers, self.store, policy.budget_nbytes, policy.verify, on_bytes
-        )
+        read_plan(plan, self.manifest.by_key, self.buffers, self.store, policy.budget_nbytes, policy.verify, on_bytes)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)
@@ -205,7 +206,9 @@ class _Seeker:
             inner = self._rank_value(stored.key, rank, leaf.value)
             return _Later(lambda: PerRank(_resolved(inner)))
         if callable(rule):
-            values = [self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)]
+            values = [
+                self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
+            ]
             return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
         raise PerRankError(
             "values that differ by rank were saved by another number of ranks", key, self.gather.rank, None, None,
@@ -214,7 +217,9 @@ class _Seeker:
 
     def _rank_value(self, key: str, rank: int, like: Any) -> Any:
         return map_leaves(
-            lambda inner, leaf: self._stored_leaf(".".join(filter(None, (f"{key}.{RankItem(rank)}", key_of(inner)))), leaf),
+            lambda inner, leaf: self._stored_leaf(
+                ".".join(filter(None, (f"{key}.{RankItem(rank)}", key_of(inner)))), leaf
+            ),
             like,
         )
 

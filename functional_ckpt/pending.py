@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 from functional_ckpt.plan.manifest import Manifest
-from functional_ckpt.saving import Progress, Tracker
+from functional_ckpt.progress import Progress, Tracker
 
 __all__ = ["PendingSave", "start"]
 

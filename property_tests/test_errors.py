@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from functional_ckpt import errors
 from functional_ckpt.errors import CheckpointError, CheckpointErrors, ProblemError, raise_problems
+from functional_ckpt.plan.layout import LayoutPolicy
+from functional_ckpt.plan.save import plan_save
+from functional_ckpt.testing import strategies as fst
 
 PROBLEMS = [
     kind
@@ -33,9 +36,7 @@ def problems(draw):
     )
 
 
-GROUPS = st.builds(
-    CheckpointErrors, st.text(min_size=1, max_size=9), st.lists(problems(), min_size=1, max_size=3)
-)
+GROUPS = st.builds(CheckpointErrors, st.text(min_size=1, max_size=9), st.lists(problems(), min_size=1, max_size=3))
 
 
 def fields(error):
@@ -111,3 +112,18 @@ def test_groups_split_into_groups_of_their_type(group):
     match, rest = group.split(kind)
     assert type(match) is CheckpointErrors
     assert rest is None or type(rest) is CheckpointErrors
+
+
+FAULTS = fst.array_specs("w", fst.shapes(min_side=1)).flatmap(fst.shardings).flatmap(fst.corruptions)
+
+
+@given(FAULTS)
+def test_x1_a_single_fault_is_named(fault):
+    with pytest.raises(CheckpointError) as caught:
+        plan_save(fault.world, LayoutPolicy(), "declared")
+    error = caught.value
+    found = error.exceptions if isinstance(error, CheckpointErrors) else [error]
+    matching = [e for e in found if type(e) is fault.error and e.key == fault.key]
+    assert matching
+    assert fault.rank is None or any(fault.rank in e.rank for e in matching)
+    assert all(e.key == fault.key for e in found)

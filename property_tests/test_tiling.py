@@ -135,9 +135,7 @@ def test_t3_placements_place_what_dtensor_computes(case):
     torch_utils = pytest.importorskip("torch.distributed.tensor._utils")
     theirs = to_torch(how)
     for coordinate in product(*map(range, mesh)):
-        shape, offset = torch_utils._compute_local_shape_and_global_offset(
-            array.shape, mesh, list(coordinate), theirs
-        )
+        shape, offset = torch_utils._compute_local_shape_and_global_offset(array.shape, mesh, list(coordinate), theirs)
         ours = from_placements(array, mesh, coordinate, how)
         if 0 in shape:
             assert [part.shard.size for part in ours] == [0]

@@ -17,9 +17,7 @@ PACKAGE = ROOT / "functional_ckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PURE = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in {"spec", "plan"}]
 SOURCES = MODULES + sorted(
-    path
-    for folder in ("tests", "property_tests", "examples", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("tests", "property_tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 
 # Whatever reads a clock, the environment, a file, a generator or another thread.
@@ -144,9 +142,7 @@ def test_dcp_is_imported_by_the_bridge_only():
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, functional_ckpt; print(*sorted({'torch'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 

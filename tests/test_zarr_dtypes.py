@@ -229,6 +229,4 @@ assert type(parse_dtype("float8_e5m2", zarr_format=3)) is ours.Float8E5M2
 
 
 def test_registered_here() -> None:
-    assert all(
-        data_type_registry.contents[name] is getattr(zarr_dtypes, CLASSES[name]) for name in NAMES
-    )
+    assert all(data_type_registry.contents[name] is getattr(zarr_dtypes, CLASSES[name]) for name in NAMES)

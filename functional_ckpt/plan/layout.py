@@ -12,6 +12,7 @@ Only the boxes, the data type and the policy decide: neither ranks nor their ord
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import gcd, prod
+from operator import le
 
 import attrs
 
@@ -37,6 +38,10 @@ def check_codec(codec: str) -> None:
         raise PolicyError("no such codec", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]")
 
 
+def _codec_table(pairs: Iterable[tuple[str, Iterable[str]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((prefix, tuple(names)) for prefix, names in pairs)
+
+
 @attrs.frozen(kw_only=True)
 class LayoutPolicy:
     """How arrays are cut into chunks and encoded; sizes in bytes of one uncompressed chunk.
@@ -59,9 +64,7 @@ class LayoutPolicy:
     target_chunk_nbytes: int = 32 * MIB
     min_chunk_nbytes: int = 4 * MIB
     shared_chunk_nbytes: int = 2 * MIB
-    codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(
-        default=(), converter=lambda pairs: tuple((prefix, tuple(names)) for prefix, names in pairs)
-    )
+    codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=(), converter=_codec_table)
     extended_dtypes: str = "native"
 
     def __attrs_post_init__(self) -> None:
@@ -92,6 +95,11 @@ class ChunkGrid:
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one chunk holds the whole array, which has cells."""
+        return all(map(le, self.shape, self.chunk)) and 0 not in self.shape
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -127,6 +135,21 @@ class ChunkGrid:
         for i, n in zip(index, self.counts, strict=True):
             flat = flat * n + i
         return flat
+
+    def index(self, position: int) -> tuple[int, ...]:
+        """Return the index of chunk number `position`; the inverse of `position`.
+
+        Examples
+        --------
+        >>> grid = ChunkGrid((5, 4), (2, 2))
+        >>> grid.index(3), grid.position((1, 1))
+        ((1, 1), 3)
+        """
+        index: list[int] = []
+        for n in reversed(self.counts):
+            position, i = divmod(position, n)
+            index.append(i)
+        return tuple(reversed(index))
 
 
 @attrs.frozen
@@ -212,10 +235,10 @@ def subdivide(
     split = list(chunk)
     for axis, extent in enumerate(chunk):
         rest = prod(split) // extent * itemsize
-        allowed = max(1, target_nbytes // rest)
-        if allowed >= extent:
+        if extent * rest <= target_nbytes:
             break
-        if not faced[axis]:
+        allowed = max(1, target_nbytes // rest)
+        if extent == 1 or not faced[axis]:
             split[axis] = -(-extent // -(-extent // allowed))
             continue
         below = _largest_divisor(extent, allowed)

@@ -18,7 +18,17 @@ from functional_ckpt.plan.layout import ChunkGrid, Layout, check_codec
 from functional_ckpt.spec.array import BITS, ArraySpec, check_key
 from functional_ckpt.spec.tree import DictKey, Path
 
-__all__ = ["DIGEST_NBYTES", "FORMAT", "VERSION", "Alias", "ArrayEntry", "Manifest", "PerRankEntry", "RankItem", "ValueEntry"]
+__all__ = [
+    "DIGEST_NBYTES",
+    "FORMAT",
+    "VERSION",
+    "Alias",
+    "ArrayEntry",
+    "Manifest",
+    "PerRankEntry",
+    "RankItem",
+    "ValueEntry",
+]
 
 FORMAT = "functional_ckpt"
 VERSION = (1, 0)
@@ -59,10 +69,9 @@ class ArrayEntry:
         """The chunk grid."""
         return ChunkGrid(self.spec.shape, self.layout.chunk)
 
-    def digest(self, index: tuple[int, ...]) -> bytes:
-        """Return the digest of chunk `index`."""
-        at = self.grid.position(index) * DIGEST_NBYTES
-        return self.digests[at : at + DIGEST_NBYTES]
+    def digest(self, position: int) -> bytes:
+        """Return the digest of chunk number `position`, row-major."""
+        return self.digests[position * DIGEST_NBYTES : (position + 1) * DIGEST_NBYTES]
 
 
 @attrs.frozen
@@ -232,14 +241,18 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
         raise CorruptionError("an array of the manifest is inconsistent", spec.key, None, shape, None, None, chunk)
     if any(len(d) != DIGEST_NBYTES for d in digests):
         raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
-    codec = record.get("codec")
+    object_codec = record.get("codec")
     layout = Layout(rung, chunk, codecs, stored)
-    return ArrayEntry(spec, layout, b"".join(digests), _path_of(record), None if codec is None else _str(codec))
+    return ArrayEntry(
+        spec, layout, b"".join(digests), _path_of(record), None if object_codec is None else _str(object_codec)
+    )
 
 
 def _parse(document: Any) -> Manifest:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CorruptionError("this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__)
+        raise CorruptionError(
+            "this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__
+        )
     major, minor = (_int(n) for n in _list(document["version"]))
     if major > VERSION[0]:
         raise FormatVersionError(
@@ -263,7 +276,8 @@ def _check_keys(manifest: Manifest) -> None:
     lost = [a.target for a in manifest.aliases if a.target not in stored]
     doubled = check_unique_keys(keys)
     if lost or doubled:
-        raise CorruptionError("keys of the manifest are inconsistent", (lost or [doubled[0].key])[0])
+        key = lost[0] if lost else doubled[0].key
+        raise CorruptionError("keys of the manifest are inconsistent", key)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -18,7 +18,17 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World, fragments
 
-__all__ = ["ArrayPlan", "ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "plan_local_save", "plan_save", "restrict"]
+__all__ = [
+    "ArrayPlan",
+    "ArrayWrite",
+    "Header",
+    "Move",
+    "SavePlan",
+    "SharedDigest",
+    "plan_local_save",
+    "plan_save",
+    "restrict",
+]
 
 
 @attrs.frozen
@@ -105,16 +115,17 @@ def plan_save(world: World, policy: LayoutPolicy, replicas: str = "elect", share
     Examples
     --------
     >>> w = ArraySpec("w", (4,), "int8")
-    >>> plan_save(World(((ShardSpec(w, Box((0,), (3,))),),)), LayoutPolicy())
+    >>> plan_save(World(((ShardSpec(w, Box((0,), (3,))),),)), LayoutPolicy())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (4,), offset (3,), expected shards that cover the whole array, found nothing from (3,) to (4,)
+    functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (4,), offset (3,), ...
     """
     arrays: list[ArrayPlan] = []
     writes: list[ArrayWrite] = []
     headers: list[Header] = []
     digests: list[SharedDigest] = []
     problems: list[ProblemError] = []
+    layouts: dict[object, Layout] = {}
     for key, holders in world.by_key().items():
         pieces, found = _pieces(key, holders, replicas)
         problems += found
@@ -122,7 +133,7 @@ def plan_save(world: World, policy: LayoutPolicy, replicas: str = "elect", share
             continue
         array = holders[0][2].array
         try:
-            layout = choose_layout(array, (w.box for w in pieces), policy, shared_ok)
+            layout = _layout(array, pieces, policy, shared_ok, layouts)
         except LayoutError as error:
             problems.append(error)
             continue
@@ -149,7 +160,7 @@ def restrict(plan: SavePlan, rank: int) -> SavePlan:
     headers = tuple(h for h in plan.headers if h.rank == rank)
     digests = tuple(d for d in plan.digests if d.rank == rank)
     moves = tuple(m for m in plan.moves if rank in (m.source, m.target))
-    mine = {item.key for item in (*writes, *headers)}
+    mine = {w.key for w in writes} | {h.key for h in headers}
     arrays = tuple(a for a in plan.arrays if a.spec.key in mine)
     return SavePlan(arrays, writes, headers, digests, moves)
 
@@ -191,8 +202,24 @@ def plan_local_save(rank: int, local: Sequence[ShardSpec], policy: LayoutPolicy,
     return SavePlan(tuple(a for _, a in sorted(arrays.items())), tuple(sorted(writes)), headers, tuple(sorted(digests)))
 
 
+def _layout(
+    array: ArraySpec, pieces: Sequence[ArrayWrite], policy: LayoutPolicy, shared_ok: bool, known: dict[object, Layout]
+) -> Layout:
+    """Return the layout; arrays alike in all that decides it share one (optimizer states come by the thousand)."""
+    boxes = tuple(w.box for w in pieces)
+    alike = (array.shape, array.dtype, policy.codecs_of(array.key), boxes)
+    layout = known.get(alike)
+    if layout is None:
+        layout = known[alike] = choose_layout(array, boxes, policy, shared_ok)
+    return layout
+
+
 def _pieces(key: str, holders: Sequence[Holder], rule: str) -> tuple[list[ArrayWrite], list[ProblemError]]:
     """Return the writes of one array in row-major order (an empty one stands for an array without cells)."""
+    rank, position, shard = holders[0]
+    whole = shard.flat is None and shard.box.shape == shard.array.shape and shard.box.size
+    if len(holders) == 1 and whole and (rule == "elect" or shard.is_main):
+        return [ArrayWrite(key, shard.box, rank, position, 0)], []
     problems: list[ProblemError] = check_agreement(holders)
     if problems:
         return [], problems
@@ -201,15 +228,15 @@ def _pieces(key: str, holders: Sequence[Holder], rule: str) -> tuple[list[ArrayW
         return [], list(doubled)
     array = holders[0][2].array
     pieces = sorted(
-        ArrayWrite(key, f.box, rank, position, f.run)
-        for rank, position, shard in writers
-        for f in fragments(shard)
+        ArrayWrite(key, f.box, rank, position, f.run) for rank, position, shard in writers for f in fragments(shard)
     )
     problems = check_cover(array, [(w.rank, w.box) for w in pieces])
     if problems or pieces:
         return pieces, problems
     if not writers:
-        return [], [ReplicaError("an empty array has no main replica", key, None, array.shape)]
+        return [], [
+            ReplicaError("an empty array has no main replica", key, tuple(sorted({h[0] for h in holders})), array.shape)
+        ]
     rank, position, shard = min(writers, key=lambda h: (h[2].identity, h[0]))
     return [ArrayWrite(key, shard.box, rank, position, 0)], []
 

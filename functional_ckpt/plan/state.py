@@ -14,8 +14,12 @@ from functional_ckpt.plan.check import check_unique_keys
 from functional_ckpt.plan.manifest import Alias, ArrayEntry, Manifest, PerRankEntry, ValueEntry
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.tree import unflatten
 
 __all__ = ["ArrayLeaf", "GlobalState", "LocalState", "build_manifest", "merge_states"]
+
+#: What `encode_value` makes of containers that hold nothing.
+_EMPTY = ("{}", "[]", '{"~ordered":[]}')
 
 
 @attrs.frozen
@@ -63,17 +67,17 @@ def merge_states(
     Examples
     --------
     >>> states = [LocalState(values=(ValueEntry("lr", "0.1"),)), LocalState(values=(ValueEntry("lr", "0.2"),))]
-    >>> print(merge_states(states)[1][0])
-    ranks hold different values under one key: key 'lr', rank (0, 1), expected 0.1, found 0.2. Wrap values that differ by rank in PerRank, or pass replicated='trust'
+    >>> print(merge_states(states)[1][0])  # doctest: +ELLIPSIS
+    ranks hold different values under one key: key 'lr', rank (0, 1), expected 0.1, found 0.2. Wrap ...
     """
     problems: list[ProblemError] = []
     leaves = _merged_leaves(states, problems)
-    values = _merged_values(states, replicated, problems)
+    values = _without_placeholders(_merged_values(states, replicated, problems), leaves)
     per_rank = tuple(sorted({p.key: p for state in states for p in state.per_rank}.values(), key=lambda p: p.key))
     if replicated == "check":
         problems += _unequal_copies(states)
     problems += check_unique_keys([*(leaf.key for leaf in leaves), *(value.key for value in values)])
-    problems += _unequal_attributes(states)
+    problems += _unequal_attributes(states) or _tree_problems(leaves, values)
     tied = _agreed_ties(states)
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))
@@ -132,6 +136,24 @@ def _merged_values(
                     "Wrap values that differ by rank in PerRank, or pass replicated='trust'",
                 ))  # fmt: skip
     return tuple(value for _, (_, value) in sorted(found.items()))
+
+
+def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLeaf]) -> tuple[ValueEntry, ...]:
+    """Drop an empty container of one rank where another rank has something in it."""
+    entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
+    inner = {entry.path[:depth] for entry in entries if entry.path for depth in range(len(entry.path))}
+    return tuple(v for v in values if v.path not in inner or v.text not in _EMPTY)
+
+
+def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) -> list[ProblemError]:
+    """Return a problem if the leaves of all ranks make no tree: a leaf of one rank is a dict of another."""
+    entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
+    paths = {entry.path: None for entry in entries if entry.path is not None}
+    try:
+        unflatten(paths.items())
+    except SpecError as error:
+        return [error]
+    return []
 
 
 def _unequal_copies(states: Sequence[LocalState]) -> list[ProblemError]:

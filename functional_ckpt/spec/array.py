@@ -1,7 +1,8 @@
 """`ArraySpec`: an array as such - key, shape, data type - and the data types of the format."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
+from operator import index
 from types import MappingProxyType
 
 import attrs
@@ -64,19 +65,25 @@ def can_cast(stored: str, wanted: str, rule: str) -> bool:
     return rule == "same_kind" and DTYPES[stored][1] <= DTYPES[wanted][1]
 
 
-def check_key(key: str) -> None:
+def check_key(key: object) -> None:
     """Raise `SpecError` unless `key` is text that UTF-8 can hold.
 
     Examples
     --------
     >>> check_key("model.layers.0.weight")
     """
+    if isinstance(key, str) and key.isascii():
+        return
     if not isinstance(key, str):
         raise SpecError("a key must be text", repr(key), None, None, None, "str", type(key).__name__)
     try:
         key.encode()
     except UnicodeEncodeError as error:
         raise SpecError("a key must be valid Unicode", ascii(key), found=str(error)) from None
+
+
+def _ints(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(index, shape))
 
 
 @attrs.frozen
@@ -99,7 +106,7 @@ class ArraySpec:
     """
 
     key: str
-    shape: tuple[int, ...] = attrs.field(converter=lambda shape: tuple(map(int, shape)))
+    shape: tuple[int, ...] = attrs.field(converter=_ints)
     dtype: str
 
     def __attrs_post_init__(self) -> None:
@@ -110,7 +117,7 @@ class ArraySpec:
                 f"at most {MAX_RANK}", len(self.shape),
                 "Merge axes with reshape before saving",
             )  # fmt: skip
-        if any(not 0 <= n <= MAX_EXTENT for n in self.shape):
+        if self.shape and not 0 <= min(self.shape) <= max(self.shape) <= MAX_EXTENT:
             raise ShapeError("an extent is out of bounds", self.key, None, self.shape, None, "0 <= n <= 2**61")
         if self.dtype not in DTYPES:
             raise DTypeError(

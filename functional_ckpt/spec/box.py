@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from operator import index, le, sub
 
 import attrs
 
@@ -14,7 +15,7 @@ MAX_RANK = 32
 
 
 def _ints(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(int, values))
+    return tuple(map(index, values))
 
 
 @attrs.frozen(order=True)
@@ -39,26 +40,10 @@ class Box:
 
     def __attrs_post_init__(self) -> None:
         if len(self.start) != len(self.stop) or len(self.start) > MAX_RANK:
-            raise ShapeError(
-                f"a box needs two ends of one length, at most {MAX_RANK}",
-                None,
-                None,
-                None,
-                self.start,
-                None,
-                self.stop,
-            )
-        for lo, hi in zip(self.start, self.stop, strict=True):
-            if not 0 <= lo <= hi:
-                raise ShapeError(
-                    "a box must have 0 <= start <= stop",
-                    None,
-                    None,
-                    None,
-                    self.start,
-                    None,
-                    self.stop,
-                )
+            what = f"a box needs two ends of one length, at most {MAX_RANK}"
+            raise ShapeError(what, None, None, None, self.start, None, self.stop)
+        if not all(map(le, self.start, self.stop)) or min(self.start, default=0) < 0:
+            raise ShapeError("a box must have 0 <= start <= stop", None, None, None, self.start, None, self.stop)
 
     @classmethod
     def from_shape(cls, shape: Sequence[int], offset: Sequence[int] | None = None) -> "Box":
@@ -89,12 +74,12 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent per dimension, in elements."""
-        return tuple(hi - lo for lo, hi in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of cells (1 for rank 0)."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -114,7 +99,7 @@ class Box:
         self._check_rank(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
+        if any(map(le, stop, start)):
             return None
         return Box(start, stop)
 

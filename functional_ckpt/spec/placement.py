@@ -72,8 +72,9 @@ def from_placements(
     Examples
     --------
     >>> w = ArraySpec("w", (5, 2), "float32")
-    >>> from_placements(w, (2, 3), (1, 2), (Replicate(), Shard(0)))[0].shard
-    ShardSpec(array=ArraySpec(key='w', shape=(5, 2), dtype='float32'), box=Box(start=(4, 0), stop=(5, 2)), replica_id=(1,), flat=None, grid=None)
+    >>> shard = from_placements(w, (2, 3), (1, 2), (Replicate(), Shard(0)))[0].shard
+    >>> shard.box, shard.replica_id
+    (Box(start=(4, 0), stop=(5, 2)), (1,))
     """
     if coordinate is None:
         return ()
@@ -97,7 +98,9 @@ def from_placements(
 def _axis(array: ArraySpec, dim: int) -> int:
     ndim = len(array.shape)
     if not -ndim <= dim < ndim:
-        raise ShapeError("a placement names an axis that the array lacks", array.key, None, array.shape, None, f"[0, {ndim})", dim)
+        raise ShapeError(
+            "a placement names an axis that the array lacks", array.key, None, array.shape, None, f"[0, {ndim})", dim
+        )
     return dim % ndim
 
 

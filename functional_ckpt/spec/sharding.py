@@ -1,6 +1,7 @@
 """`ShardSpec`: which part of which array one rank holds; `World`: all ranks together."""
 
 from collections.abc import Iterable, Sequence
+from operator import le
 
 import attrs
 
@@ -57,9 +58,7 @@ class ShardSpec:
     grid: tuple[int, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
-        inside = len(self.box.stop) == len(self.array.shape) and all(
-            hi <= n for hi, n in zip(self.box.stop, self.array.shape, strict=True)
-        )
+        inside = len(self.box.stop) == len(self.array.shape) and all(map(le, self.box.stop, self.array.shape))
         if not inside:
             raise ShapeError(
                 "a shard leaves its array", self.key, None, self.array.shape, self.box.start,
@@ -111,6 +110,10 @@ def fragments(shard: ShardSpec) -> tuple[Fragment, ...]:
     return tuple(found)
 
 
+def _tuples(ranks: Iterable[Iterable[ShardSpec]]) -> tuple[tuple[ShardSpec, ...], ...]:
+    return tuple(map(tuple, ranks))
+
+
 @attrs.frozen
 class World:
     """What every rank holds: ``ranks[r]`` are the shards of rank r, in the order of its buffers.
@@ -122,9 +125,7 @@ class World:
     2
     """
 
-    ranks: tuple[tuple[ShardSpec, ...], ...] = attrs.field(
-        converter=lambda ranks: tuple(tuple(shards) for shards in ranks)
-    )
+    ranks: tuple[tuple[ShardSpec, ...], ...] = attrs.field(converter=_tuples)
 
     @property
     def size(self) -> int:

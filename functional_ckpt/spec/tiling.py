@@ -9,7 +9,7 @@ Splits of one axis, as torch and numpy make them, stand here too.
 """
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ def grid_boxes(sizes_per_axis: Sequence[Sequence[int]]) -> tuple[Box, ...]:
     [(0, 0), (2, 0)]
     """
     edges = [np.concatenate([[0], np.cumsum(sizes)]).tolist() for sizes in sizes_per_axis]
-    spans = [list(zip(e[:-1], e[1:], strict=True)) for e in edges]
+    spans = [list(pairwise(e)) for e in edges]
     return tuple(Box(tuple(s[0] for s in cell), tuple(s[1] for s in cell)) for cell in product(*spans))
 
 

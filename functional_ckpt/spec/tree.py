@@ -151,7 +151,9 @@ def _built(node: Any, path: Path) -> Any:
     if len(positions) != len(node):
         raise DuplicateKeyError("a container is both a list and a dict", key_of(path))
     if sorted(positions) != list(range(len(node))):
-        raise SpecError("a list lacks a position", key_of(path), expected=f"0 to {max(positions)}", found=sorted(positions))
+        raise SpecError(
+            "a list lacks a position", key_of(path), expected=f"0 to {max(positions)}", found=sorted(positions)
+        )
     return [_built(node[i], (*path, i)) for i in range(len(node))]
 
 

@@ -1,17 +1,21 @@
 """The `Store` protocol: named objects under one root, and what a store can do."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from errno import EDQUOT, ENOSPC
-from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import unquote, urlsplit
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 
-from functional_ckpt.errors import CheckpointError, NotImplementedYet, StorageError
+from functional_ckpt.errors import CheckpointError, StorageError
 
-__all__ = ["Capabilities", "Store", "open_store", "storage_errors"]
+__all__ = ["BLOCK_NBYTES", "Capabilities", "OnBlock", "Store", "storage_errors"]
+
+
+OnBlock: TypeAlias = Callable[[memoryview], object]
+
+#: Bytes are handled in blocks of this size, so that digesting finds them in the processor's cache (measured:
+#: 33 GB/s against 11 from memory).
+BLOCK_NBYTES = 2**20
 
 
 @attrs.frozen
@@ -38,8 +42,11 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities:
         """What this store can do."""
 
-    def create(self, name: str, parts: Sequence[memoryview], nbytes: int) -> None:
-        """Write a new object: `parts` one after the other, then zeros up to `nbytes`. Never replaces one."""
+    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
+        """Write a new object: `parts` one after the other, then zeros up to `nbytes`. Never replaces one.
+
+        `each` sees all blocks of the parts in order, while they are in the processor's cache.
+        """
 
     def read(self, name: str) -> bytes | None:
         """Return the object's bytes, or None if there is none."""
@@ -50,8 +57,8 @@ class Store(Protocol):
     def map(self, name: str) -> memoryview:
         """Return a read-only view of the object, mapped where the store can."""
 
-    def read_into(self, name: str, into: memoryview) -> None:
-        """Read the object's first ``len(into)`` bytes into `into`."""
+    def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
+        """Read the object's first ``len(into)`` bytes into `into`; `each` sees its blocks in order."""
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
@@ -66,58 +73,35 @@ class Store(Protocol):
         """Return the TensorStore key-value store that holds the objects under `prefix`."""
 
 
-def open_store(url: str | Path, sync: str = "none") -> Store:
-    """Return the store at a path, ``file://`` or ``memory://`` URL; nothing is created.
-
-    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (file systems only).
-
-    Raises
-    ------
-    NotImplementedYet
-        For a URL scheme without a store.
+class storage_errors:  # noqa: N801 - used as a with statement, on the path of every small file
+    """Turns errors of the storage below into `StorageError`, once, naming the object.
 
     Examples
     --------
-    >>> open_store("memory://example").capabilities.rename
-    False
+    >>> with storage_errors("reading", "w/c.0"):
+    ...     raise FileNotFoundError(2, "No such file")
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.StorageError: reading failed: key 'w/c.0', found FileNotFoundError: No such file
     """
-    text = str(url)
-    scheme = urlsplit(text).scheme if "://" in text else "file"
-    if scheme == "memory":
-        from functional_ckpt.store.zarr import MemoryStore
 
-        return MemoryStore(text.removeprefix("memory://").strip("/"))
-    if scheme != "file":
-        raise NotImplementedYet("no store for this kind of URL yet", found=text, expected="a path, file:// or memory://")
-    from functional_ckpt.store.files import FileStore
+    __slots__ = ("name", "what")
 
-    return FileStore(local_path(url), sync)
+    def __init__(self, what: str, name: str) -> None:
+        self.what, self.name = what, name
 
+    def __enter__(self) -> None:
+        """Do nothing."""
 
-def local_path(url: str | Path) -> Path:
-    """Return the absolute path of a plain path or ``file://`` URL.
-
-    Examples
-    --------
-    >>> local_path("file:///tmp/a%20b").name
-    'a b'
-    """
-    text = str(url)
-    return Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser().absolute()
-
-
-@contextmanager
-def storage_errors(what: str, name: str) -> Iterator[None]:
-    """Turn errors of the storage below into `StorageError`, once, naming the object."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        full = error.errno in (ENOSPC, EDQUOT)
-        raise StorageError(
-            f"{what} failed", name, found=f"{type(error).__name__}: {error.strerror or error}",
-            remedy="Free space; nothing was published" if full else None,
-        ) from error  # fmt: skip
-    except (ValueError, RuntimeError) as error:  # TensorStore raises these with its status text
-        raise StorageError(f"{what} failed", name, found=str(error)) from error
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wrap `error` unless it is ours or none of storage's."""
+        if isinstance(error, CheckpointError):
+            return
+        if isinstance(error, OSError):
+            full = error.errno in (ENOSPC, EDQUOT)
+            raise StorageError(
+                f"{self.what} failed", self.name, found=f"{type(error).__name__}: {error.strerror or error}",
+                remedy="Free space; nothing was published" if full else None,
+            ) from error  # fmt: skip
+        if isinstance(error, ValueError | RuntimeError):  # TensorStore raises these with its status text
+            raise StorageError(f"{self.what} failed", self.name, found=str(error)) from error

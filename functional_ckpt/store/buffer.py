@@ -9,7 +9,7 @@ import numpy as np
 from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.store.encoding import Array
 
-__all__ = ["Buffer", "HostBuffer", "region_of"]
+__all__ = ["WHOLE", "Buffer", "HostBuffer", "region_of"]
 
 
 class Buffer(Protocol):
@@ -44,6 +44,8 @@ class HostBuffer:
     def view(self, fragment: Fragment) -> Array:
         """Return the fragment as a view."""
         shape = fragment.box.shape
+        if shape == self.array.shape:
+            return self.array
         if fragment.box.size == self.array.size:
             return self.array.reshape(shape)
         flat = self.array.reshape(-1)
@@ -56,11 +58,33 @@ class HostBuffer:
 
     def put(self, fragment: Fragment, region: tuple[Any, ...], values: Array) -> None:
         """Copy `values` into a region."""
-        np.copyto(self.view(fragment)[region], values, casting="unsafe")
+        copy_cast(self.view(fragment)[region], values)
 
     def staged(self) -> "HostBuffer":
         """Return a copy."""
         return HostBuffer(np.array(self.array, order="C"))
+
+
+#: The whole of a fragment, whatever its rank.
+WHOLE: tuple[Any, ...] = (...,)
+
+
+def copy_cast(into: Array, values: Array) -> None:
+    """Set `into` to `values` by numpy's unsafe cast, silently: the policy has allowed what gets lost.
+
+    Examples
+    --------
+    >>> into = np.zeros(1, "f4")
+    >>> copy_cast(into, np.array([1 + 2j]))
+    >>> into
+    array([1.], dtype=float32)
+    """
+    if into.dtype == values.dtype:
+        np.copyto(into, values)
+        return
+    real = values.real if values.dtype.kind == "c" and into.dtype.kind not in "cb" else values
+    with np.errstate(invalid="ignore", over="ignore"):
+        np.copyto(into, real, casting="unsafe")
 
 
 def region_of(outer: Sequence[int], start: Sequence[int], stop: Sequence[int]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ the old checkpoint survives; after it, the new one does.
 the directory.
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -24,10 +25,11 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, Manifest
 from functional_ckpt.spec.array import BITS
-from functional_ckpt.store.base import Store, local_path, open_store, storage_errors
+from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.claim import Claim, claimed_by, is_live
 from functional_ckpt.store.encoding import array_metadata, node_name, to_json
 from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
+from functional_ckpt.store.opening import local_path, open_store
 from functional_ckpt.store.sweep import leftover_names
 
 __all__ = ["MANIFEST", "PROVENANCE", "ROOT", "Site", "abandon", "begin", "check_shared", "manifest_digest", "publish"]
@@ -102,7 +104,7 @@ def publish(site: Site, store: Store, manifest: Manifest, provenance: Mapping[st
     for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
         store.create(name, [memoryview(data)], len(data))
     store.flush()
-    root = to_json(_root_metadata(manifest, text, consolidate))
+    root = _root_metadata(manifest, text, consolidate)
     store.create(ROOT, [memoryview(root)], len(root))
     store.flush()
     if site.mode == "rename":
@@ -182,9 +184,7 @@ def _rename(site: Site, durable: bool) -> None:
         sync_directory(final.parent)
 
 
-def _root_metadata(manifest: Manifest, text: bytes, consolidate: bool) -> dict[str, Any]:
-    import json
-
+def _root_metadata(manifest: Manifest, text: bytes, consolidate: bool) -> bytes:
     attributes = json.loads(manifest.attributes)
     values = {entry.key: json.loads(entry.text) for entry in manifest.values}
     ours = {"format": FORMAT, "version": list(VERSION), "manifest": manifest_digest(text), "values": values}
@@ -194,7 +194,10 @@ def _root_metadata(manifest: Manifest, text: bytes, consolidate: bool) -> dict[s
         "attributes": {**attributes, "functional_ckpt": ours},
     }
     # One array of a type that stock zarr-python does not know would keep it from opening the group at all.
-    if consolidate and all(entry.layout.stored not in BITS for entry in manifest.arrays):
-        members = {node_name(e.spec.key): array_metadata(e.spec, e.layout) for e in manifest.arrays}
-        root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": members}
-    return root
+    if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
+        return to_json(root)
+    members = b",".join(
+        to_json(node_name(e.spec.key)) + b":" + array_metadata(e.spec, e.layout) for e in manifest.arrays
+    )
+    inline = b'"consolidated_metadata":{"kind":"inline","metadata":{' + members + b'},"must_understand":false},'
+    return b"{" + inline + to_json(root)[1:]

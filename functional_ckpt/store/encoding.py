@@ -1,7 +1,9 @@
 """How keys, data types, metadata and digests look in storage (normative text: docs/format.md)."""
 
 import json
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -18,6 +20,7 @@ __all__ = [
     "array_metadata",
     "chunk_name",
     "digest",
+    "digest_bytes",
     "dtype_name",
     "is_raw",
     "node_name",
@@ -29,7 +32,20 @@ Array: TypeAlias = NDArray[Any]
 #: Longest node name, in bytes; file systems stop at 255, and lock and temporary files add a suffix.
 MAX_NAME_NBYTES = 200
 _RESERVED = ("zarr.json", "manifest.json", "provenance.json")
-_ESCAPES = {"~": "~0", "/": "~1", "\\": "~2", ":": "~3", "*": "~4", "?": "~5", '"': "~6", "<": "~7", ">": "~8", "|": "~9"}
+_ESCAPES = {
+    "~": "~0",
+    "/": "~1",
+    "\\": "~2",
+    ":": "~3",
+    "*": "~4",
+    "?": "~5",
+    '"': "~6",
+    "<": "~7",
+    ">": "~8",
+    "|": "~9",
+}
+# What most keys look like, so that they are not looked at letter by letter.
+_PLAIN_NAME = re.compile(r"(?!__)[a-z0-9_\-][a-z0-9_.\-]{0,199}")
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) if name in BITS else np.dtype(name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
@@ -80,6 +96,8 @@ def node_name(key: str) -> str:
     >>> node_name("W") == node_name("w")
     False
     """
+    if _PLAIN_NAME.fullmatch(key) and key not in _RESERVED:
+        return key
     name = "".join(_ESCAPES.get(c) or (f"~x{ord(c):02x}" if ord(c) < 32 or ord(c) == 127 else c) for c in key)
     if not name:
         return "~e"
@@ -113,13 +131,18 @@ def digest(array: Array) -> bytes:
     >>> digest(np.zeros(3, "f4")) == digest(np.zeros((3, 1), "i4"))
     True
     """
-    return xxhash.xxh3_128_digest(as_bytes(array))
+    return digest_bytes(as_bytes(array))
+
+
+def digest_bytes(data: memoryview | bytes) -> bytes:
+    """Return the xxh3-128 digest of bytes, 16 bytes, most significant first."""
+    return xxhash.xxh3_128_digest(data)
 
 
 def as_bytes(array: Array) -> memoryview:
     """Return the elements in C order as a flat memory view, copied only when they do not lie so."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    return memoryview(flat.view(np.uint8))
+    return flat.view(np.uint8).data
 
 
 def is_raw(layout: Layout) -> bool:
@@ -127,34 +150,45 @@ def is_raw(layout: Layout) -> bool:
     return not layout.codecs
 
 
-def array_metadata(spec: ArraySpec, layout: Layout) -> dict[str, Any]:
-    """Return the ``zarr.json`` of an array, as JSON values.
+def array_metadata(spec: ArraySpec, layout: Layout) -> bytes:
+    """Return the ``zarr.json`` of an array (sorted keys, no spaces).
 
     Examples
     --------
-    >>> array_metadata(ArraySpec("w", (4,), "int8"), Layout("exclusive", (2,), (), "int8"))["dimension_names"]
+    >>> text = array_metadata(ArraySpec("w", (4,), "int8"), Layout("exclusive", (2,), (), "int8"))
+    >>> json.loads(text)["dimension_names"]
     ['w:0']
     """
-    ours: dict[str, Any] = {"key": spec.key}
-    if layout.stored != spec.dtype:
-        ours["dtype"] = spec.dtype
-    return {
+    return _metadata_template(spec.shape, spec.dtype, layout).replace(_KEY, json.dumps(spec.key)[1:-1]).encode()
+
+
+@lru_cache(maxsize=1024)
+def _metadata_template(shape: tuple[int, ...], dtype: str, layout: Layout) -> str:
+    """Return the text for all arrays alike in everything but the key: encoding it dominates small saves."""
+    ours: dict[str, Any] = {"key": "\0"}
+    if layout.stored != dtype:
+        ours["dtype"] = dtype
+    document = {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": list(spec.shape),
+        "shape": list(shape),
         "data_type": layout.stored,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(layout.chunk)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": _fill_value(layout.stored),
         "codecs": [_bytes_codec(layout.stored), *map(_codec, layout.codecs)],
-        "dimension_names": [f"{spec.key}:{axis}" for axis in range(len(spec.shape))],
+        "dimension_names": [f"\0:{axis}" for axis in range(len(shape))],
         "attributes": {"functional_ckpt": ours},
     }
+    return to_json(document).decode()
 
 
 def to_json(document: object) -> bytes:
     """Return JSON text for people and Zarr tools: sorted keys, no spaces."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+_KEY = json.dumps("\0")[1:-1]  # stands for the key in a template; nothing else there can contain it
 
 
 def _fill_value(dtype: str) -> Any:

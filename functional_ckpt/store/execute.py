@@ -1,16 +1,17 @@
 """Run a plan against a store: `write_plan`, `digest_shared`, `read_plan`. Effects take a plan and return a receipt.
 
 A whole plain chunk is digested and written, or read and digested, straight from and to the caller's memory. A chunk
-with codecs, or of which this rank holds only a part, goes through TensorStore. The `WORK`ed calls are closures over
-values, so that a small tensor costs two file creations and little else.
+with codecs, or of which this rank holds only a part, goes through TensorStore. Arrays of one chunk take no
+detour over the grid: a small tensor costs two file creations and little else.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
+import xxhash
 
 from functional_ckpt.errors import CorruptionError
 from functional_ckpt.plan.layout import ChunkGrid, Layout
@@ -20,18 +21,18 @@ from functional_ckpt.plan.save import ArrayPlan, ArrayWrite, SavePlan
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment
-from functional_ckpt.store.base import Store
-from functional_ckpt.store.buffer import Buffer, region_of
+from functional_ckpt.store.base import BLOCK_NBYTES, Store
+from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.encoding import (
     Array,
     array_metadata,
     as_bytes,
     chunk_name,
     digest,
+    digest_bytes,
     is_raw,
     node_name,
     numpy_dtype,
-    to_json,
 )
 from functional_ckpt.store.work import Work, run_all
 
@@ -66,12 +67,14 @@ def write_plan(
 ) -> Receipt:
     """Write what `plan` (restricted to this rank) says, from the rank's `buffers`; shared chunks get no digest yet."""
     arrays = {array.spec.key: array for array in plan.arrays}
-    headers = [Work(0, _header_writer(arrays[h.key], store)) for h in plan.headers]
-    work = headers + [w for write in plan.writes for w in _chunk_writers(arrays[write.key], write, buffers, store)]
+    work = [Work(0, _header_writer(arrays[h.key], store)) for h in plan.headers]
+    nbytes = 0
+    for write in plan.writes:
+        pieces = _chunk_writers(arrays[write.key], write, buffers[write.shard], store)
+        work += pieces
+        nbytes += sum(piece.nbytes for piece in pieces)
     done = run_all(work, budget_nbytes, on_bytes)
-    digests = tuple(d for d in done if isinstance(d, ChunkDigest))
-    itemsizes = {key: array.spec.itemsize for key, array in arrays.items()}
-    return Receipt(digests, sum(w.box.size * itemsizes[w.key] for w in plan.writes))
+    return Receipt(tuple(d for d in done if isinstance(d, ChunkDigest)), nbytes)
 
 
 def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> tuple[ChunkDigest, ...]:
@@ -106,7 +109,9 @@ def read_plan(
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target, region, np.zeros((), np.int8))
-    work = [w for read in plan.reads for w in _chunk_readers(entries[read.key], read, buffers, store, verify)]
+    work: list[Work] = []
+    for read in plan.reads:
+        work += _chunk_readers(entries[read.key], read, buffers[read.shard], store, verify)
     run_all(work, budget_nbytes, on_bytes)
 
 
@@ -141,10 +146,11 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
     return read_box(open_array(store, spec, layout), spec, box)
 
 
-def check_digest(entry: ArrayEntry, index: tuple[int, ...], values: Array) -> None:
-    """Raise `CorruptionError` unless `values`, the whole chunk, have the digest that was saved."""
-    found, expected = digest(values), entry.digest(index)
-    if found != expected:
+def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
+    """Raise `CorruptionError` if `found` is a digest and not the one saved for chunk number `position`."""
+    expected = entry.digest(position)
+    if found is not None and found != expected:
+        index = entry.grid.index(position)
         raise CorruptionError(
             f"stored bytes differ from what was saved: chunk {chunk_name(index)}", entry.spec.key, None,
             entry.spec.shape, entry.grid.box(index).start, expected.hex(), found.hex(),
@@ -154,95 +160,128 @@ def check_digest(entry: ArrayEntry, index: tuple[int, ...], values: Array) -> No
 
 def _header_writer(array: ArrayPlan, store: Store) -> Callable[[], None]:
     def write() -> None:
-        text = to_json(array_metadata(array.spec, array.layout))
+        text = array_metadata(array.spec, array.layout)
         store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
 
     return write
 
 
-def _chunk_writers(array: ArrayPlan, write: ArrayWrite, buffers: Sequence[Buffer], store: Store) -> Iterator[Work]:
-    grid = array.grid
+def _chunk_writers(array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store) -> list[Work]:
     fragment = Fragment(write.box, write.run)
-    buffer = buffers[write.shard]
-    for index in grid.touched(write.box):
-        box = grid.box(index)
-        piece = box.intersect(write.box)
+    itemsize, node = array.spec.itemsize, node_name(array.spec.key)
+    return [
+        Work(chunk.piece.size * itemsize, _chunk_writer(array, chunk, buffer, fragment, f"{node}/{chunk.name}", store))
+        for chunk in _pieces(array.grid, write.box)
+    ]
+
+
+@attrs.frozen
+class _Piece:
+    """The cells that a box and a chunk share: `whole` if these are all of the chunk's."""
+
+    index: tuple[int, ...]
+    position: int
+    piece: Box
+    whole: bool
+
+    @property
+    def name(self) -> str:
+        return chunk_name(self.index)
+
+
+def _pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
+    """Yield what `box` and each chunk that it touches have in common, row-major."""
+    if grid.is_single:
+        yield _Piece((0,) * len(grid.shape), 0, box, box.shape == grid.shape)
+        return
+    for index in grid.touched(box):
+        chunk = grid.box(index)
+        piece = chunk.intersect(box)
         if piece is not None:
-            call = _chunk_writer(array, index, box, piece, buffer, fragment, store)
-            yield Work(piece.size * array.spec.itemsize, call)
+            yield _Piece(index, grid.position(index), piece, piece == chunk)
 
 
 def _chunk_writer(
-    array: ArrayPlan, index: tuple[int, ...], box: Box, piece: Box, buffer: Buffer, fragment: Fragment, store: Store
+    array: ArrayPlan, chunk: _Piece, buffer: Buffer, fragment: Fragment, name: str, store: Store
 ) -> Callable[[], ChunkDigest | None]:
-    whole = piece == box
-    spec, layout = array.spec, array.layout
+    spec, layout, piece, whole = array.spec, array.layout, chunk.piece, chunk.whole
 
     def write() -> ChunkDigest | None:
-        values = buffer.get(fragment, region_of(fragment.box.start, piece.start, piece.stop))
+        values = buffer.get(fragment, _region(fragment.box, piece))
         if whole and is_raw(layout):
-            values = np.asarray(values, order="C")
-            name = f"{node_name(spec.key)}/{chunk_name(index)}"
-            store.create(name, *_padded(values, layout))
-        else:
-            from functional_ckpt.store.zarr import open_array, write_box
+            return ChunkDigest(spec.key, chunk.position, _create_chunk(store, name, values, layout))
+        from functional_ckpt.store.zarr import open_array, write_box
 
-            write_box(open_array(store, spec, layout), spec.key, piece, values, layout)
-        return ChunkDigest(spec.key, array.grid.position(index), digest(values)) if whole else None
+        write_box(open_array(store, spec, layout), spec.key, piece, values, layout)
+        return ChunkDigest(spec.key, chunk.position, digest(values)) if whole else None
 
     return write
 
 
-def _padded(values: Array, layout: Layout) -> tuple[list[memoryview], int]:
-    """Return a chunk's parts and its size: Zarr stores edge chunks whole, the cells outside are zero."""
+def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
+    return WHOLE if piece is outer else region_of(outer.start, piece.start, piece.stop)
+
+
+def _create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
+    """Write a whole plain chunk and return its digest."""
     nbytes = _chunk_nbytes(layout)
-    if values.shape[1:] == layout.chunk[1:]:
-        return [as_bytes(values)], nbytes
-    padded = np.zeros(layout.chunk, values.dtype)
-    padded[tuple(slice(0, n) for n in values.shape)] = values
-    return [as_bytes(padded)], nbytes
+    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks whole; the cells outside are zero
+        padded = np.zeros(layout.chunk, values.dtype)
+        padded[tuple(slice(0, n) for n in values.shape)] = values
+        store.create(name, [as_bytes(padded)], nbytes)
+        return digest(values)
+    data = as_bytes(values)
+    if len(data) <= BLOCK_NBYTES:
+        store.create(name, [data], nbytes)
+        return digest_bytes(data)
+    hasher = xxhash.xxh3_128()
+    store.create(name, [data], nbytes, hasher.update)
+    return hasher.digest()
 
 
-def _chunk_readers(
-    entry: ArrayEntry, read: ArrayRead, buffers: Sequence[Buffer], store: Store, verify: str
-) -> Iterator[Work]:
-    grid = entry.grid
-    for index in grid.touched(read.box):
-        box = grid.box(index)
-        piece = box.intersect(read.box)
-        if piece is not None:
-            call = _chunk_reader(entry, index, box, piece, buffers[read.shard], read.target, store, verify)
-            yield Work(piece.size * entry.spec.itemsize, call)
+def _chunk_readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, verify: str) -> list[Work]:
+    itemsize, node = entry.spec.itemsize, node_name(entry.spec.key)
+    return [
+        Work(
+            chunk.piece.size * itemsize,
+            _chunk_reader(entry, chunk, buffer, read.target, f"{node}/{chunk.name}", store, verify),
+        )
+        for chunk in _pieces(entry.grid, read.box)
+    ]
 
 
 def _chunk_reader(
-    entry: ArrayEntry,
-    index: tuple[int, ...],
-    box: Box,
-    piece: Box,
-    buffer: Buffer,
-    target: Fragment,
-    store: Store,
-    verify: str,
+    entry: ArrayEntry, chunk: _Piece, buffer: Buffer, target: Fragment, name: str, store: Store, verify: str
 ) -> Callable[[], None]:
-    whole = piece == box
-    spec, layout = entry.spec, entry.layout
-    region = region_of(target.box.start, piece.start, piece.stop)
+    spec, layout, index, piece, whole = entry.spec, entry.layout, chunk.index, chunk.piece, chunk.whole
 
     def read() -> None:
+        region = _region(target.box, piece)
         view = buffer.view(target)
         into = view[region] if whole and view is not None else None
         if into is not None and _is_direct(into, spec, layout):
-            store.read_into(f"{node_name(spec.key)}/{chunk_name(index)}", as_bytes(into))
-            if verify != "none":
-                check_digest(entry, index, into)
+            check_digest(entry, chunk.position, _read_direct(store, name, as_bytes(into), verify != "none"))
             return
         values = read_chunk(store, spec, layout, index)
         if verify == "full" or (whole and verify == "covered"):
-            check_digest(entry, index, values)
-        buffer.put(target, region, values[region_of(box.start, piece.start, piece.stop)])
+            check_digest(entry, chunk.position, digest(values))
+        start = entry.grid.box(index).start
+        buffer.put(target, region, values[region_of(start, piece.start, piece.stop)])
 
     return read
+
+
+def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:
+    """Read a whole plain chunk to where it belongs, and return its digest if it is wanted."""
+    if not verify:
+        store.read_into(name, into)
+        return None
+    if len(into) <= BLOCK_NBYTES:
+        store.read_into(name, into)
+        return digest_bytes(into)
+    hasher = xxhash.xxh3_128()
+    store.read_into(name, into, hasher.update)
+    return hasher.digest()
 
 
 def _is_direct(into: Array, spec: ArraySpec, layout: Layout) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.store.base import Capabilities, storage_errors
+from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_errors
 
 __all__ = ["FileStore", "exchange_paths", "sync_directory"]
 
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _RENAME_SWAP = 2
@@ -48,35 +49,39 @@ class FileStore:
         """File systems share chunks (TensorStore locks the file) and rename directories."""
         return Capabilities(shared_chunks=True, rename=True, shared=True)
 
-    def create(self, name: str, parts: Sequence[memoryview], nbytes: int) -> None:
+    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
         """Write a new file; an existing one is never opened, since a hard link may share it."""
-        path = f"{self.root}/{name}"
         try:
             with storage_errors("writing", name):
-                self._create(path, parts, nbytes)
+                self._create(name, parts, nbytes, each)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
                 raise AlreadyExistsError("an object exists already", name, found=self.url) from None
             raise
 
-    def _create(self, path: str, parts: Sequence[memoryview], nbytes: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    def _create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None) -> None:
+        directory = name.rpartition("/")[0]
+        if directory not in self._directories:
+            self._make(directory)
+        file = os.open(f"{self.root}/{name}", _CREATE, 0o666)
         try:
-            file = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            file = os.open(path, flags, 0o666)
-        try:
-            written = 0
-            for part in parts:
-                written += _write_all(file, part)
+            written = sum(_write_all(file, part, each) for part in parts)
             if written < nbytes:
                 os.ftruncate(file, nbytes)
             if self.sync == "fsync":
                 os.fsync(file)
-                self._directories[os.path.dirname(path)] = None
         finally:
             os.close(file)
+
+    def _make(self, directory: str) -> None:
+        path = f"{self.root}/{directory}"
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            os.makedirs(path, exist_ok=True)
+        self._directories[directory] = None
 
     def read(self, name: str) -> bytes | None:
         """Return a file's bytes, or None."""
@@ -101,16 +106,19 @@ class FileStore:
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
-    def read_into(self, name: str, into: memoryview) -> None:
+    def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read a file's head straight into the caller's memory."""
         with storage_errors("reading", name):
             file = os.open(f"{self.root}/{name}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 done = 0
                 while done < len(into):
-                    count = os.preadv(file, [into[done:]], done)
+                    block = into[done : done + BLOCK_NBYTES]
+                    count = os.preadv(file, [block], done)
                     if count == 0:
                         raise CorruptionError("a file is too short", name, None, None, None, len(into), done)
+                    if each is not None:
+                        each(block[:count])
                     done += count
             finally:
                 os.close(file)
@@ -139,18 +147,25 @@ class FileStore:
         with storage_errors("syncing", self.url):
             if self.sync == "syncfs":
                 _sync_file_system(self.root)
-            for directory in (*self._directories, str(self.root)):
-                sync_directory(directory)
+                return
+            for directory in (*self._directories, ""):
+                sync_directory(self.root / directory)
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's file driver at `prefix`."""
         return {"driver": "file", "path": f"{self.root}/{prefix}"}
 
 
-def _write_all(file: int, part: memoryview) -> int:
-    done = 0
+def _write_all(file: int, part: memoryview, each: OnBlock | None) -> int:
+    done = 0 if each is not None or len(part) > BLOCK_NBYTES else os.write(file, part)
     while done < len(part):
-        done += os.write(file, part[done:])
+        block = part[done : done + BLOCK_NBYTES]
+        if each is not None:
+            each(block)  # before the write: it then finds the block in the cache
+        written = os.write(file, block)
+        while written < len(block):
+            written += os.write(file, block[written:])
+        done += written
     return done
 
 

@@ -4,8 +4,9 @@ import re
 import shutil
 from pathlib import Path
 
-from functional_ckpt.store.base import Store, local_path, open_store
+from functional_ckpt.store.base import Store
 from functional_ckpt.store.claim import is_live
+from functional_ckpt.store.opening import local_path, open_store
 
 __all__ = ["leftover_names", "sweep"]
 

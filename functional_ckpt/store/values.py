@@ -21,8 +21,8 @@ __all__ = ["decode_text", "decode_value", "encode_value", "is_plain"]
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-class _NotPlain(Exception):
-    pass
+class _NotPlainError(Exception):
+    """A type without an encoding."""
 
 
 def is_plain(value: object) -> bool:
@@ -35,7 +35,7 @@ def is_plain(value: object) -> bool:
     """
     try:
         encode_value(value)
-    except _NotPlain:
+    except _NotPlainError:
         return False
     return True
 
@@ -53,7 +53,7 @@ def encode_value(value: Any) -> Any:
         return value
     encode = _ENCODERS.get(kind) or _torch_encoder(kind)
     if encode is None:
-        raise _NotPlain(kind.__name__)
+        raise _NotPlainError(kind.__name__)
     return encode(value)
 
 

@@ -1,19 +1,15 @@
 """Many small and few large pieces of work on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
 
 import attrs
 
 __all__ = ["Work", "run_all", "thread_count"]
 
-T = TypeVar("T")
-
-# One batch is what a thread takes at a time: enough to hide the hand-over, small enough to balance.
-_BATCH_NBYTES = 4 * 2**20
-_BATCH_ITEMS = 256
+# Smaller pieces spend their time in Python, where threads would only wait for one another.
+_SMALL_NBYTES = 256 * 2**10
 
 
 @attrs.frozen(eq=False)
@@ -32,59 +28,51 @@ def thread_count() -> int:
 def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], None] | None = None) -> list[object]:
     """Run all `work` and return the results in order; the first failure cancels what has not begun.
 
-    At most `budget_nbytes` of work is in flight, or one batch if a single piece is larger.
+    Large pieces run on a few threads, at most `budget_nbytes` of them at a time (one, if it is larger than that);
+    small ones run on this thread meanwhile.
 
     Examples
     --------
     >>> run_all([Work(1, lambda: "a"), Work(1, lambda: "b")], 10)
     ['a', 'b']
     """
-    batches = list(_batches(work))
-    if len(batches) <= 1:
-        return [result for batch in batches for result in _run(batch, on_bytes)]
-    futures: list[Future[list[object]]] = []
-    pending: dict[Future[list[object]], int] = {}
+    pieces = list(work)
+    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= _SMALL_NBYTES]
+    results: list[object] = [None] * len(pieces)
+
+    def run(i: int) -> None:
+        results[i] = pieces[i].call()
+        if on_bytes is not None:
+            on_bytes(pieces[i].nbytes)
+
+    if len(large) <= 1:
+        for i in range(len(pieces)):
+            run(i)
+        return results
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="functional_ckpt") as pool:
         try:
-            for batch in batches:
-                nbytes = sum(w.nbytes for w in batch)
-                while pending and sum(pending.values()) + nbytes > budget_nbytes:
-                    _collect(pending)
-                future = pool.submit(_run, batch, on_bytes)
-                futures.append(future)
-                pending[future] = nbytes
-            while pending:
-                _collect(pending)
+            waiting = _submit(pool, run, large, pieces, budget_nbytes)
+            for i, piece in enumerate(pieces):
+                if piece.nbytes < _SMALL_NBYTES:
+                    run(i)
+            for future in waiting:
+                future.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    return [result for future in futures for result in future.result()]
-
-
-def _collect(pending: dict[Future[list[object]], int]) -> None:
-    done, _ = wait(pending, return_when=FIRST_COMPLETED)
-    for future in done:
-        del pending[future]
-        future.result()
-
-
-def _run(batch: list[Work], on_bytes: Callable[[int], None] | None) -> list[object]:
-    results = []
-    for work in batch:
-        results.append(work.call())
-        if on_bytes is not None:
-            on_bytes(work.nbytes)
     return results
 
 
-def _batches(work: Iterable[Work]) -> Iterator[list[Work]]:
-    batch: list[Work] = []
-    nbytes = 0
-    for item in work:
-        batch.append(item)
-        nbytes += item.nbytes
-        if nbytes >= _BATCH_NBYTES or len(batch) >= _BATCH_ITEMS:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
+def _submit(
+    pool: ThreadPoolExecutor, run: Callable[[int], None], large: list[int], pieces: list[Work], budget_nbytes: int
+) -> list[Future[None]]:
+    """Submit the large pieces, as many at a time as the budget allows."""
+    running: dict[Future[None], int] = {}
+    for i in large:
+        while running and sum(running.values()) + pieces[i].nbytes > budget_nbytes:
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                del running[future]
+        running[pool.submit(run, i)] = pieces[i].nbytes
+    return list(running)

@@ -1,5 +1,6 @@
 """TensorStore at work: arrays with codecs, chunks with several writers, and the in-memory store."""
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from functional_ckpt.errors import AlreadyExistsError, CorruptionError
 from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store.base import Capabilities, Store, storage_errors
+from functional_ckpt.store.base import Capabilities, OnBlock, Store, storage_errors
 from functional_ckpt.store.encoding import Array, array_metadata, node_name, numpy_dtype
 
 __all__ = ["MemoryStore", "open_array", "read_box", "write_box"]
@@ -27,14 +28,14 @@ def _context() -> ts.Context:
 
 @attrs.frozen
 class MemoryStore:
-    """Objects in the memory of this process, under `prefix`; for tests and notebooks.
+    r"""Objects in the memory of this process, under `prefix`; for tests and notebooks.
 
     Examples
     --------
     >>> store = MemoryStore("doc")
     >>> store.create("a", [memoryview(b"xy")], 3)
     >>> store.read("a")
-    b'xy\\x00'
+    b'xy\x00'
     """
 
     prefix: str
@@ -49,8 +50,11 @@ class MemoryStore:
         """Conditional writes, no rename, invisible to other processes."""
         return Capabilities(shared_chunks=True, rename=False, shared=False)
 
-    def create(self, name: str, parts: Sequence[memoryview], nbytes: int) -> None:
+    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
         """Write a new object."""
+        if each is not None:
+            for part in parts:
+                each(part)
         data = b"".join(parts).ljust(nbytes, b"\0")
         with storage_errors("writing", name):
             stamp = self._kv().write(name, data, if_equal=b"").result()
@@ -74,9 +78,11 @@ class MemoryStore:
             raise CorruptionError("an object is missing", name, found=self.url)
         return memoryview(data)
 
-    def read_into(self, name: str, into: memoryview) -> None:
+    def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Copy an object's head into `into`."""
         into[:] = self.map(name)[: len(into)]
+        if each is not None:
+            each(into)
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
@@ -109,7 +115,7 @@ def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
         {
             "driver": "zarr3",
             "kvstore": store.kvstore(f"{node_name(spec.key)}/"),
-            "metadata": array_metadata(spec, layout),
+            "metadata": json.loads(array_metadata(spec, layout)),
             "fill_missing_data_reads": False,
             "store_data_equal_to_fill_value": True,
         },

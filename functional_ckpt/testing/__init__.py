@@ -49,7 +49,7 @@ def register_type_strategies() -> None:
     >>> from functional_ckpt.spec.box import Box
     >>> register_type_strategies()
     >>> find(st.from_type(Box), lambda box: box.ndim == 1)
-    Box(start=(0,), stop=(0,))
+    Box(start=(0,), stop=(1,))
     """
     from hypothesis.strategies import register_type_strategy
 

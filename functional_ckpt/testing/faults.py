@@ -1,7 +1,7 @@
 """Strategies for what goes wrong: valid worlds with one fault, and manifests that somebody damaged."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -17,7 +17,6 @@ from functional_ckpt.errors import (
     ShapeError,
     SpecError,
 )
-from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import DTYPES
 from functional_ckpt.spec.sharding import ShardSpec, World
 from functional_ckpt.testing.plans import json_values, manifests
@@ -95,7 +94,7 @@ def _free_axes(shard: ShardSpec) -> list[int]:
     return [a for a, (n, m) in enumerate(zip(shard.array.shape, shard.box.shape, strict=True)) if m < n]
 
 
-_KINDS = {
+_KINDS: dict[str, Callable[[_Target], bool]] = {
     "shape": lambda t: t.holders > 1 and len(t.shard.array.shape) > 0,
     "dtype": lambda t: t.holders > 1,
     "offset": lambda t: _is_sole_part(t) and len(_free_axes(t.shard)) > 0,
@@ -149,7 +148,7 @@ def _no_main(draw: DrawFn, world: World, t: _Target) -> Fault:
     return Fault(_with(world, t, [shard]), ReplicaError, t.shard.key, t.rank, "no main")
 
 
-_SPOIL = {
+_SPOIL: dict[str, Callable[[DrawFn, World, _Target], Fault]] = {
     "shape": _shape,
     "dtype": _dtype,
     "offset": _offset,
@@ -183,13 +182,12 @@ def mangled_manifests(draw: DrawFn) -> bytes:
     event(f"manifest: {kind}")
     if kind == "bytes":
         return draw(st.binary(max_size=64))
-    manifest: Manifest = draw(manifests())
+    text: bytes = draw(manifests()).to_json()
     if kind == "damage":
-        text = manifest.to_json()
         start = draw(st.integers(0, len(text)))
         stop = draw(st.integers(start, min(start + 8, len(text))))
         return text[:start] + draw(st.binary(max_size=8)) + text[stop:]
-    document = json.loads(manifest.to_json())
+    document = json.loads(text)
     for _ in range(draw(st.integers(1, 2))):
         _lie(draw, document)
     return json.dumps(document).encode()

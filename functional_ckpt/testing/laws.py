@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from functional_ckpt.plan.layout import ChunkGrid, Layout, LayoutPolicy
-from functional_ckpt.plan.load import LoadPlan, plan_load
+from functional_ckpt.plan.load import ArrayRead, Fill, LoadPlan, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.replica import Holder
 from functional_ckpt.plan.save import ArrayPlan, ArrayWrite, SavePlan, plan_save
@@ -194,7 +194,7 @@ def _check_digests(array: ArrayPlan, writes: Sequence[ArrayWrite], plan: SavePla
 
 
 def check_load_plan(plan: LoadPlan, stored: Mapping[str, ArrayEntry], wanted: Sequence[ShardSpec]) -> None:
-    """Check that reads and fills of `plan` cover every wanted cell once, reads inside and fills outside of what is stored.
+    """Check that reads and fills of `plan` cover every wanted cell once: reads what is stored, fills the rest.
 
     Examples
     --------
@@ -202,7 +202,8 @@ def check_load_plan(plan: LoadPlan, stored: Mapping[str, ArrayEntry], wanted: Se
     >>> stored = {"w": ArrayEntry(w, Layout("exclusive", (4,), (), "int8"), bytes(16))}
     >>> check_load_plan(plan_load(stored, [ShardSpec(w, w.box)]), stored, [ShardSpec(w, w.box)])
     """
-    steps = [(step, step in plan.reads) for step in (*plan.reads, *plan.fills)]
+    steps: list[tuple[ArrayRead | Fill, bool]] = [(read, True) for read in plan.reads]
+    steps += [(fill, False) for fill in plan.fills]
     for step, is_read in steps:
         whole = stored[step.key].spec.box
         require(step.box.size and step.target.box.contains(step.box), f"{step} leaves its fragment")

@@ -41,9 +41,10 @@ def positions(spec: ArraySpec) -> Array:
            [3, 4, 5]], dtype=int16)
     """
     number = np.arange(prod(spec.shape), dtype=np.uint64)
+    flat: Array
     if spec.dtype == "bool":
         # An irregular pattern: alternating bits would hide a shift by two.
-        flat = ((number * 2654435761) >> np.uint64(7)) % 2 == 1
+        flat = ((number * 2654435761) >> np.uint64(7)).astype(np.uint8) % 2 == 1
     elif spec.itemsize == 16:
         flat = np.stack([number, number], axis=1).reshape(-1).view(numpy_dtype(spec.dtype))
     else:
@@ -61,7 +62,7 @@ def view(shard: ShardSpec, array: Array) -> Array:
     >>> view(ShardSpec(ArraySpec("w", (2, 3), "int8"), Box((0, 1), (2, 3)), 0, (1, 3)), np.arange(6).reshape(2, 3))
     array([2, 4])
     """
-    part = array[shard.box.slices]
+    part = array[(*shard.box.slices, ...)]  # the dots keep an array of rank 0 an array
     return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
 
 

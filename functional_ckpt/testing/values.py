@@ -77,9 +77,7 @@ def arrays(draw: DrawFn, spec: ArraySpec) -> Array:
 
 
 @st.composite
-def sharded_arrays(
-    draw: DrawFn, key: str | None = None
-) -> tuple[Array, World, tuple[tuple[Array, ...], ...]]:
+def sharded_arrays(draw: DrawFn, key: str | None = None) -> tuple[Array, World, tuple[tuple[Array, ...], ...]]:
     """Generate an array, a valid world that holds it, and the buffers of all ranks (``[rank][position]``).
 
     Examples

@@ -1,64 +1,158 @@
 """A torch process group as a `Gather`."""
 
+import pickle
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import attrs
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ckpt.comm import Gather, LocalGather
-from functional_ckpt.errors import SpecError
+from functional_ckpt.errors import RankFailedError, SpecError
 
 __all__ = ["TorchGather", "torch_gather"]
 
-
-@attrs.frozen(eq=False)
-class TorchGather:
-    """Exchanges small picklable values over a gloo group; data never passes through it."""
-
-    group: Any
-    rank: int
-    size: int
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+T = TypeVar("T")
 
 
 def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
     """Return a `Gather` over the members of `process_group` (the default group for None).
 
-    Uses a gloo group of its own per parent, timeout and `purpose` (``"sync"`` or ``"async"``), made on first use and
-    kept: gloo since what travels lives on the host, its own so that neither the caller's collectives nor a save in the
-    background can come between ours.
+    Uses gloo connections of its own per parent, timeout and `purpose` (``"sync"`` or ``"async"``), made on first use
+    and kept: gloo since what travels lives on the host, its own so that neither the caller's collectives nor a save in
+    the background can come between ours. Connections that broke are replaced.
 
     Raises
     ------
     SpecError
         If this process is not in the group.
+    RankFailedError
+        If a rank does not come to connect in time.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return LocalGather()
-    parent = process_group if process_group is not None else dist.group.WORLD
+    parent: Any = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(parent)
     if rank < 0:
         raise SpecError("this process is not a member of the process group", rank=dist.get_rank())
     size = dist.get_world_size(parent)
     if size == 1:
         return LocalGather()
-    return TorchGather(_own_group(parent, timeout_s, purpose), rank, size)
+    links = _LINKS.setdefault(parent, {})
+    if (timeout_s, purpose) not in links:
+        links[timeout_s, purpose] = _Link(parent.get_group_store(), rank, size, timeout_s, purpose)
+    return links[timeout_s, purpose].gather()
 
 
-@cache
-def _own_group(parent: Any, timeout_s: float, purpose: str) -> Any:
-    ranks = dist.get_process_group_ranks(parent)
-    return dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=timeout_s),
-        backend="gloo",
-        use_local_synchronization=True,
-        group_desc=f"functional_ckpt:{purpose}",
-    )
+@attrs.frozen(eq=False)
+class TorchGather:
+    """Exchanges small picklable values over gloo; data never passes through it."""
+
+    rank: int
+    size: int
+    gloo: Any
+    _notes: "_Notes"
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank.
+
+        Raises
+        ------
+        RankFailedError
+            If a rank died, does not answer in time, or has a value that cannot be pickled; names it.
+        """
+        texts = self._notes.watch(lambda: self._exchange(_pickled(value)))
+        found = [pickle.loads(text) for text in texts]  # noqa: S301 - from our own ranks, never from storage
+        for rank, (picklable, answer) in enumerate(found):
+            if not picklable:
+                raise RankFailedError("a rank holds what cannot travel to the others", None, rank, found=answer)
+        return [answer for _, answer in found]
+
+    def _exchange(self, text: bytes) -> list[bytes]:
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        self.gloo.allgather([lengths], [torch.tensor([len(text)])]).wait()
+        longest = max(int(n) for n in lengths)
+        padded = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.gloo.allgather([parts], [padded]).wait()
+        return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+
+
+def _pickled(value: Any) -> bytes:
+    # A rank that cannot pickle must say so: the others wait for it.
+    try:
+        return pickle.dumps((True, value))
+    except Exception as error:
+        return pickle.dumps((False, f"{type(error).__name__}: {error}"))
+
+
+class _Link:
+    """The gloo connections for one parent, timeout and purpose: one set after the other, as they break.
+
+    Ranks meet under numbered names in the parent's store. ``dist.new_group`` is no help: the name that it hashes counts
+    the groups of this process, so ranks that belong to different numbers of groups would wait for each other forever.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, purpose: str) -> None:
+        # A client of its own: the parent's is blocked while another thread waits for something in it.
+        store = store.clone() if hasattr(store, "clone") else store
+        self._store = PrefixStore(f"functional_ckpt/{purpose}/{timeout_s}", store)
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._number = 0
+        self._open: TorchGather | None = None
+
+    def gather(self) -> TorchGather:
+        """Return the open connections, or connect."""
+        while self._store.check([f"{self._number}/broken"]):
+            self._number, self._open = self._number + 1, None
+        if self._open is None:
+            store = PrefixStore(str(self._number), self._store)
+            notes = _Notes(store, self._rank, self._size)
+            timeout = timedelta(seconds=self._timeout_s)
+            gloo = notes.watch(lambda: dist.ProcessGroupGloo(store, self._rank, self._size, timeout))
+            self._open = TorchGather(self._rank, self._size, gloo, notes)
+        return self._open
+
+
+@attrs.define(eq=False)
+class _Notes:
+    """Each rank's note in the store of how many steps it has come to, so that the missing one can be named."""
+
+    store: Any
+    rank: int
+    size: int
+    step: int = 0
+
+    def watch(self, communicate: Callable[[], T]) -> T:
+        """Call `communicate`; if it fails, say who is missing and that these connections are of no more use."""
+        try:
+            self.step += 1
+            self.store.set(f"at/{self.rank}", str(self.step))
+            return communicate()
+        except Exception as error:
+            absent = tuple(self._absent())
+            raise RankFailedError(
+                "the group of ranks broke while they agreed", None, absent or None, found=_first_line(error),
+                remedy="The rank died, hangs, or takes longer than the policy's timeout_s",
+            ) from error  # fmt: skip
+
+    def _absent(self) -> Iterable[int]:
+        try:
+            self.store.set("broken", "")
+            for rank in range(self.size):
+                name = f"at/{rank}"
+                if not self.store.check([name]) or int(self.store.get(name)) < self.step:
+                    yield rank
+        except Exception:  # the store died with the rank that held it: nobody to ask
+            return
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+_LINKS: "WeakKeyDictionary[Any, dict[tuple[float, str], _Link]]" = WeakKeyDictionary()

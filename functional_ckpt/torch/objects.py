@@ -19,7 +19,9 @@ def dump(key: str, value: Any) -> Array:
     try:
         torch.save(value, buffer)
     except Exception as error:  # pickling calls code of the object, which can raise anything
-        raise ObjectCodecError("an object cannot be serialised", key, found=f"{type(error).__name__}: {error}") from error
+        raise ObjectCodecError(
+            "an object cannot be serialised", key, found=f"{type(error).__name__}: {error}"
+        ) from error
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 

@@ -10,24 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from functional_ckpt.errors import DTypeError, SpecError, UnsupportedLeafError
 from functional_ckpt.leaves import HeldArray, Target
-from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard, from_placements
 from functional_ckpt.spec.sharding import Fragment, ShardSpec
-from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 
 __all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
 
 #: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    getattr(torch, name): name
-    for name in (
-        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64 complex128 "
-        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
-    if hasattr(torch, name)
-}
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -43,7 +36,7 @@ def host_view(tensor: torch.Tensor) -> Array:
     if name in BITS:
         words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
         return words.view(numpy_dtype(name))
-    plain: Array = tensor.detach().numpy()
+    plain: Array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
     return plain
 
 
@@ -79,7 +72,7 @@ class DeviceBuffer:
         piece = self._piece(fragment, region)
         name = DTYPE_NAMES[piece.dtype]
         host = np.empty(tuple(piece.shape), numpy_dtype(name))
-        np.copyto(host, values, casting="unsafe")
+        copy_cast(host, values)
         piece.copy_(to_torch(host, name))
 
     def staged(self) -> Buffer:
@@ -125,8 +118,14 @@ class TorchLeaves:
         spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
         if isinstance(leaf, DTensor):
             local = leaf.to_local().detach()
-            return HeldArray(spec, _placed_parts(spec, leaf, local), False, _identity(local, leaf.placements))
-        plain = leaf.detach().resolve_conj().resolve_neg()
+            # An empty local tensor has no address, but ties must agree on all ranks: its storage tells (and lives as
+            # long as `leaf`, which `local` does not, so that another would get its id).
+            empty = (local.untyped_storage()._cdata, spec.shape, spec.dtype, leaf.placements)
+            identity = _identity(local, leaf.placements) if local.numel() else empty
+            return HeldArray(spec, _placed_parts(spec, leaf, local), False, identity)
+        plain = leaf.detach()
+        if plain.is_conj() or plain.is_neg():
+            plain = plain.resolve_conj().resolve_neg()
         shard = ShardSpec(spec, spec.box, rank)
         return HeldArray(spec, ((shard, _buffer(plain)),), True, _identity(leaf, ()))
 
@@ -201,8 +200,8 @@ def _dtype_name(key: str, leaf: torch.Tensor) -> str:
 def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
-    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-    return (*place, tensor.is_conj(), tensor.is_neg(), tuple(map(str, placements)))
+    place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    return (*place, tensor.is_conj(), tensor.is_neg(), *map(str, placements))
 
 
 TORCH_LEAVES = TorchLeaves()

@@ -1,0 +1,18 @@
+import ml_dtypes
+import numpy as np
+
+import functional_ckpt
+
+functional_ckpt.save({"h": np.ones(3, ml_dtypes.bfloat16)}, "half")
+# --8<-- [start:bfloat16]
+import zarr
+
+import functional_ckpt.zarr_dtypes  # zarr-python learns bfloat16 and the float8 types
+
+print(zarr.open_group("half", mode="r")["h"][:])
+# --8<-- [end:bfloat16]
+# --8<-- [start:bits]
+policy = functional_ckpt.SavePolicy(layout=functional_ckpt.LayoutPolicy(extended_dtypes="bits"))
+functional_ckpt.save({"h": np.ones(3, ml_dtypes.bfloat16)}, "bits", policy=policy)
+print(zarr.open_group("bits", mode="r")["h"].dtype, functional_ckpt.open_checkpoint("bits")["h"].dtype)
+# --8<-- [end:bits]

@@ -1,0 +1,38 @@
+# --8<-- [start:box]
+from functional_ckpt import ArraySpec, Box, ShardSpec, World
+
+rows = Box((0, 0), (2, 4))  # cells [0:2, 0:4]
+columns = Box((0, 1), (3, 3))
+print(rows.intersect(columns), rows.subtract(columns))
+# --8<-- [end:box]
+
+# --8<-- [start:shard]
+from functional_ckpt.spec.sharding import fragments
+
+w = ArraySpec("model.w", (4, 4), "float32")
+shard = ShardSpec(w, Box((0, 0), (2, 4)), flat=(3, 8))  # elements 3 to 8 of the flattened upper half
+for fragment in fragments(shard):
+    print(fragment.box, "at element", fragment.run)
+# --8<-- [end:shard]
+
+# --8<-- [start:plan]
+from functional_ckpt import LayoutPolicy
+from functional_ckpt.plan.save import plan_save, restrict
+
+world = World([[ShardSpec(w, Box((2 * r, 0), (2 * r + 2, 4)))] for r in range(2)])
+plan = plan_save(world, LayoutPolicy(min_chunk_nbytes=0))
+print(plan.arrays[0].layout)
+for write in restrict(plan, rank=1).writes:
+    print(f"rank {write.rank} writes {write.box}")
+# --8<-- [end:plan]
+
+# --8<-- [start:manifest]
+import numpy as np
+
+import functional_ckpt
+
+manifest = functional_ckpt.save({"model": {"w": np.ones((4, 4), "f4")}, "step": 3}, "checkpoint")
+(entry,) = manifest.arrays
+print(entry.spec, entry.layout.chunk, entry.digests.hex())
+assert manifest == functional_ckpt.read_manifest("checkpoint")
+# --8<-- [end:manifest]

@@ -1,0 +1,31 @@
+# --8<-- [start:tiles]
+from hypothesis import given
+
+from functional_ckpt import ArraySpec, Box, ShardSpec
+from functional_ckpt.testing import laws, strategies as fst
+
+
+def my_shards(shape, ranks):
+    """The sharding under test: rows dealt out in blocks, the last ones short."""
+    step = -(-shape[0] // ranks)
+    array = ArraySpec("w", shape, "float32")
+    for rank in range(ranks):
+        low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+        yield rank, [ShardSpec(array, Box((low, *(0 for _ in shape[1:])), (high, *shape[1:])))]
+
+
+@given(fst.shapes(min_rank=1), fst.meshes(max_axes=1))
+def test_rows_tile_the_array(shape, mesh):
+    laws.check_tiles(dict(my_shards(shape, ranks=sum(mesh))))
+
+
+test_rows_tile_the_array()
+# --8<-- [end:tiles]
+
+# --8<-- [start:problem]
+w = ArraySpec("w", (4, 2), "float32")
+try:
+    laws.check_tiles({0: [ShardSpec(w, Box((0, 0), (2, 2)))], 1: [ShardSpec(w, Box((3, 0), (4, 2)))]})
+except AssertionError as error:
+    print(error)
+# --8<-- [end:problem]

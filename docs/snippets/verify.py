@@ -1,0 +1,22 @@
+# --8<-- [start:flip]
+import numpy as np
+
+import functional_ckpt
+
+functional_ckpt.save({"w": np.arange(8, dtype="float32").reshape(4, 2)}, "checkpoint")
+with open("checkpoint/w/c.0.0", "r+b") as chunk:  # a bit flips
+    chunk.write(b"\x01")
+report = functional_ckpt.verify("checkpoint")
+print(report.ok, report.problems[0].key, report.problems[0].what)
+# --8<-- [end:flip]
+
+# --8<-- [start:covered]
+from functional_ckpt.spec.sharding import from_rank_offsets
+
+left = {"w": from_rank_offsets("w", "float32", (4, 1), (1, 0, 2))}  # half of every row: part of the chunk
+functional_ckpt.load(left, "checkpoint")  # "covered": a chunk read in part is not checked
+try:
+    functional_ckpt.load(left, "checkpoint", policy=functional_ckpt.LoadPolicy(verify="full"))
+except functional_ckpt.errors.CorruptionError as error:
+    print(error.what)
+# --8<-- [end:covered]

@@ -1,0 +1,150 @@
+"""From a state tree to a `LocalState` and the buffers behind it: what a rank says of its leaves."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from functional_ckpt.comm import Gather
+from functional_ckpt.errors import (
+    CheckpointError,
+    DuplicateKeyError,
+    SpecError,
+    UnsupportedLeafError,
+    raise_problems,
+)
+from functional_ckpt.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
+from functional_ckpt.objects import object_bytes
+from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
+from functional_ckpt.plan.state import ArrayLeaf, LocalState
+from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.sharding import Fragment, ShardSpec
+from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
+from functional_ckpt.store.buffer import Buffer, region_of
+from functional_ckpt.store.encoding import digest
+from functional_ckpt.store.values import encode_value, is_plain
+
+__all__ = ["capture"]
+
+
+def capture(
+    tree: Any, gather: Gather, policy: SavePolicy, attributes: Mapping[str, Any] | None
+) -> tuple[LocalState, dict[str, tuple[Buffer, ...]]]:
+    """Describe this rank's leaves, and return the buffers by key.
+
+    Raises
+    ------
+    CheckpointError
+        All leaves that cannot be saved, at once.
+    """
+    seen = _Capture(gather, policy)
+    for path, leaf in flatten(tree):
+        seen.guard(seen.add, path, leaf)
+    seen.guard(seen.set_attributes, attributes or {})
+    raise_problems(seen.problems)
+    return seen.state(), seen.buffers
+
+
+class _Capture:
+    """Collects leaves into a `LocalState`; one object per save, gone before the first byte moves."""
+
+    def __init__(self, gather: Gather, policy: SavePolicy) -> None:
+        self.gather, self.policy = gather, policy
+        self.problems: list[CheckpointError] = []
+        self.buffers: dict[str, tuple[Buffer, ...]] = {}
+        self._shards: list[ShardSpec] = []
+        self._arrays: list[tuple[ArrayLeaf, Any]] = []
+        self._values: list[ValueEntry] = []
+        self._per_rank: list[PerRankEntry] = []
+        self._attributes = "{}"
+        self._keys: dict[str, Path] = {}
+
+    def guard(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call `function`, and keep its problem for the report of all of them."""
+        try:
+            function(*arguments)
+        except CheckpointError as error:
+            self.problems.append(error)
+
+    def state(self) -> LocalState:
+        """Return what was collected; equal memory under several keys becomes a tie to the first of them."""
+        first: dict[Any, str] = {}
+        for leaf, identity in sorted(self._arrays, key=lambda item: item[0].key):
+            first.setdefault(identity, leaf.key)
+        arrays = tuple(
+            attrs.evolve(leaf, tied_to=first[identity]) if first[identity] != leaf.key else leaf
+            for leaf, identity in self._arrays
+        )
+        return LocalState(tuple(self._shards), arrays, tuple(self._values), tuple(self._per_rank), self._attributes)
+
+    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Check and keep the user's attributes."""
+        try:
+            self._attributes = canonical(dict(attributes))
+        except (TypeError, ValueError) as error:
+            raise SpecError("attributes must be JSON", "attributes", found=str(error)) from None
+        if "functional_ckpt" in attributes:
+            raise SpecError("this attribute name is ours", "functional_ckpt", remedy="Rename the attribute")
+
+    def add(self, path: Path, leaf: Any) -> None:
+        """Collect one leaf."""
+        key = self._claim_key(path)
+        if isinstance(leaf, PerRank):
+            self._per_rank.append(PerRankEntry(key, self.gather.size, path))
+            below = (*path, RankItem(self.gather.rank))
+            for inner, value in flatten(leaf.value):
+                if isinstance(value, PerRank):
+                    raise UnsupportedLeafError("a PerRank holds another", key_of((*path, *inner)))
+                self.guard(self.add, (*below, *inner), value)
+            return
+        adapter = adapter_of(leaf)
+        if adapter is not None:
+            self._add_array(key, path, adapter.hold(key, leaf, self.gather.rank), None)
+        elif is_plain(leaf):
+            self._values.append(ValueEntry(key, canonical(encode_value(leaf)), path))
+        elif self.policy.object_codec is None:
+            raise UnsupportedLeafError(
+                "a leaf is neither an array nor a plain value", key, None, None, None,
+                "arrays, numbers, text, bytes, None, and tuples of them", _type_name(leaf),
+                "Convert it, or pass SavePolicy(object_codec='torch') to store what torch.save makes of it",
+            )  # fmt: skip
+        else:
+            self._add_object(key, path, leaf)
+
+    def _claim_key(self, path: Path) -> str:
+        key = key_of(path)
+        for item in path:
+            value = item.value if isinstance(item, DictKey) else None
+            if not (value is None or isinstance(value, bool | int | float | str)):
+                raise SpecError("a dict key of this type has no representation", key, found=_type_name(value),
+                                remedy="Use text, ints, floats, bools or None")  # fmt: skip
+        if key in self._keys:
+            raise DuplicateKeyError("two leaves have one key", key, None, None, None, self._keys[key], path,
+                                    "Rename one: a key is the path joined by dots")  # fmt: skip
+        self._keys[key] = path
+        return key
+
+    def _add_object(self, key: str, path: Path, leaf: Any) -> None:
+        data = object_bytes(key, leaf)
+        self._add_array(key, path, NumpyLeaves().hold(key, data, self.gather.rank), self.policy.object_codec)
+
+    def _add_array(self, key: str, path: Path, held: HeldArray, codec: str | None) -> None:
+        self._shards += [shard for shard, _ in held.parts]
+        self.buffers[key] = tuple(buffer for _, buffer in held.parts)
+        checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
+        copy_digest = _content_digest(held) if checked and not _is_per_rank(path) else None
+        self._arrays.append((ArrayLeaf(key, path, codec, None, copy_digest), held.identity))
+
+
+def _content_digest(held: HeldArray) -> bytes:
+    _, buffer = held.parts[0]
+    box = held.spec.box
+    return digest(buffer.get(Fragment(box, 0), region_of(box.start, box.start, box.stop)))
+
+
+def _is_per_rank(path: Path) -> bool:
+    return any(isinstance(item, RankItem) for item in path)
+
+
+def _type_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,121 @@
+"""Several ranks in one process: each is a thread, and what they exchange goes through pickle as between processes.
+
+Enough to save and load by many ranks wherever no collective of torch is needed, hundreds of times a second.
+"""
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+__all__ = ["SimulatedGather", "run_ranks", "try_ranks"]
+
+T = TypeVar("T")
+
+
+class _Mail:
+    """What every rank has sent so far, in order, and which ranks have ended."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.sent: list[list[bytes]] = [[] for _ in range(size)]
+        self.ended = [False] * size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+
+    def end(self, rank: int) -> None:
+        with self.changed:
+            self.ended[rank] = True
+            self.changed.notify_all()
+
+
+@attrs.frozen(eq=False)
+class SimulatedGather:
+    """A `functional_ckpt.comm.Gather` of one simulated rank; made by `run_ranks`.
+
+    Raises
+    ------
+    RuntimeError
+        From `all_gather`, if a peer has ended without taking part, or does not within the timeout.
+
+    Examples
+    --------
+    >>> run_ranks(2, lambda gather: gather.all_gather(gather.rank * 10))
+    [[0, 10], [0, 10]]
+    """
+
+    rank: int
+    size: int
+    _mail: _Mail = attrs.field(repr=False)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank."""
+        mail = self._mail
+        with mail.changed:
+            turn = len(mail.sent[self.rank])
+            mail.sent[self.rank].append(pickle.dumps(value))
+            mail.changed.notify_all()
+            mail.changed.wait_for(lambda: not self._waits_for(turn) or self._lost(turn), mail.timeout_s)
+            waited_for = self._waits_for(turn)
+            if waited_for:
+                raise RuntimeError(f"ranks {waited_for} did not take part in exchange {turn}")
+            return [pickle.loads(sent[turn]) for sent in mail.sent]  # noqa: S301 - our own bytes
+
+    def _waits_for(self, turn: int) -> list[int]:
+        return [rank for rank, sent in enumerate(self._mail.sent) if len(sent) <= turn]
+
+    def _lost(self, turn: int) -> bool:
+        return any(self._mail.ended[rank] for rank in self._waits_for(turn))
+
+
+def run_ranks(size: int, function: Callable[[SimulatedGather], T], timeout_s: float = 30.0) -> list[T]:
+    """Call `function` once per rank, all at the same time, and return the results in rank order.
+
+    Raises
+    ------
+    BaseException
+        What the lowest failing rank raised.
+    TimeoutError
+        If a rank has not ended after `timeout_s` seconds.
+
+    Examples
+    --------
+    >>> import numpy as np, functional_ckpt, tempfile
+    >>> path = tempfile.mkdtemp() + "/a"
+    >>> state = {"w": np.arange(3)}
+    >>> [m.nbytes for m in run_ranks(2, lambda gather: functional_ckpt.save(state, path, process_group=gather))]
+    [24, 24]
+    """
+    outcomes = try_ranks(size, function, timeout_s)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+def try_ranks(size: int, function: Callable[[SimulatedGather], T], timeout_s: float = 30.0) -> list[T | BaseException]:
+    """Call `function` as `run_ranks` does, and return for each rank its result or what it raised.
+
+    Examples
+    --------
+    >>> try_ranks(2, lambda gather: 1 // gather.rank)
+    [ZeroDivisionError('integer division or modulo by zero'), 1]
+    """
+    mail = _Mail(size, timeout_s)
+    outcomes: list[T | BaseException] = [TimeoutError(f"rank {rank} did not end") for rank in range(size)]
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = function(SimulatedGather(rank, size, mail))
+        except BaseException as error:  # a rank may die of anything
+            outcomes[rank] = error
+        finally:
+            mail.end(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    return list(outcomes)

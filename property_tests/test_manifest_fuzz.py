@@ -1,0 +1,75 @@
+"""P5 and robustness: manifests survive JSON, and whatever else lies there gets an error of ours."""
+
+import json
+
+import pytest
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+
+from functional_ckpt.errors import CheckpointError, FormatVersionError
+from functional_ckpt.plan.manifest import DIGEST_NBYTES, VERSION, Manifest, canonical
+from functional_ckpt.testing import strategies as fst
+
+
+@given(fst.manifests())
+def test_p5_json_keeps_every_field(manifest):
+    text = manifest.to_json()
+    other = Manifest.from_json(text)
+    assert other == manifest
+    assert other.to_json() == text
+    assert hash(other) == hash(manifest)
+
+
+@given(fst.manifests())
+def test_p5_the_text_is_canonical(manifest):
+    text = manifest.to_json()
+    assert text.isascii()
+    assert canonical(json.loads(text)).encode() == text
+
+
+@given(fst.manifests(), st.integers(0, 99), st.text(min_size=3, max_size=5), fst.json_values())
+def test_p5_unknown_fields_of_the_same_major_version_are_ignored(manifest, minor, name, value):
+    document = json.loads(manifest.to_json())
+    document["version"] = [VERSION[0], minor]
+    for record in (document, *document["arrays"], *document["values"], *document["aliases"]):
+        record.setdefault(f"x{name}", value)
+    assert Manifest.from_json(json.dumps(document).encode()) == manifest
+
+
+@given(fst.manifests(), st.integers(VERSION[0] + 1, 99), fst.json_values())
+def test_p5_a_newer_major_version_is_refused_whatever_else_it_says(manifest, major, value):
+    document = {**json.loads(manifest.to_json()), "version": [major, 0], "arrays": value}
+    with pytest.raises(FormatVersionError, match="newer"):
+        Manifest.from_json(json.dumps(document).encode())
+
+
+@given(fst.mangled_manifests())
+@example(b"")
+@example(b"null")
+@example(b"\xff\xfe{")
+@example(b'{"format":"functional_ckpt","version":[1,0]}')
+@example(b"[" * 100_000)
+@example(b'{"format":"functional_ckpt","version":' + b"1" * 5000 + b"}")
+def test_damaged_manifests_get_an_error_of_ours(text):
+    try:
+        manifest = Manifest.from_json(text)
+    except CheckpointError as error:
+        event(type(error).__name__)
+        return
+    event("still a manifest")
+    check_consistent(manifest)
+
+
+def check_consistent(manifest):
+    """Check that nothing the manifest says leads a reader outside of what it lists."""
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    for entry in manifest.arrays:
+        assert len(entry.digests) == entry.grid.size * DIGEST_NBYTES
+        assert len(entry.layout.chunk) == len(entry.spec.shape)
+        if entry.grid.size:
+            last = tuple(count - 1 for count in entry.grid.counts)
+            assert entry.spec.box.contains(entry.grid.box(last))
+            assert len(entry.digest(last)) == DIGEST_NBYTES
+    assert {alias.target for alias in manifest.aliases} <= {entry.spec.key for entry in manifest.arrays}
+    assert manifest.nbytes >= 0
+    assert manifest.by_key.keys() >= {alias.key for alias in manifest.aliases}

@@ -1,0 +1,101 @@
+"""R: of the copies of a shard exactly one is written, the same one whoever asks."""
+
+from collections import Counter
+
+import attrs
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+
+from functional_ckpt.errors import CheckpointErrors, ReplicaError
+from functional_ckpt.plan.layout import LayoutPolicy
+from functional_ckpt.plan.replica import choose_writers, elect
+from functional_ckpt.plan.save import plan_save
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.testing import laws
+from functional_ckpt.testing import strategies as fst
+
+WORLDS = fst.array_specs("w").flatmap(fst.shardings)
+RULES = st.sampled_from(["declared", "elect"])
+SCALAR = ArraySpec("w", (), "int8")
+
+
+@given(WORLDS, RULES)
+def test_r1_each_shard_has_one_writer_that_holds_it(world, rule):
+    (holders,) = world.by_key().values()
+    writers, problems = choose_writers(holders, rule)
+    assert problems == []
+    assert writers
+    laws.check_writers(holders, writers)
+
+
+@given(WORLDS)
+def test_r1_declared_writers_are_main_replicas(world):
+    (holders,) = world.by_key().values()
+    writers, _ = choose_writers(holders, "declared")
+    assert all(shard.is_main for _, _, shard in writers)
+
+
+@st.composite
+def relabelled(draw):
+    """Valid worlds whose replica ids are drawn anew: maybe no main replica, maybe several."""
+    world = draw(WORLDS)
+    new = st.sampled_from([(0,), (1,), (0, 0), (0, 1)])
+    return World([[attrs.evolve(s, replica_id=draw(new)) for s in shards] for shards in world.ranks])
+
+
+@given(relabelled())
+@example(World([[ShardSpec(SCALAR, SCALAR.box, 0, (0, 1)), ShardSpec(SCALAR, SCALAR.box, 1, (0, 0))]]))
+def test_r2_declared_accepts_exactly_one_main_replica_per_cell(world):
+    (holders,) = world.by_key().values()
+    mains = Counter(shard.identity for _, _, shard in holders if shard.is_main)
+    full = {shard.identity for _, _, shard in holders if shard.size}
+    # An array without cells only needs somebody who writes its metadata.
+    valid = all(mains[identity] == 1 for identity in full) and (full or mains)
+    event(f"valid: {bool(valid)}")
+    problems = refused(world)
+    assert bool(valid) == (not problems)
+    for problem in problems:
+        assert problem.key == "w"
+        assert set(problem.rank) <= {rank for rank, _, _ in holders}
+
+
+def refused(world):
+    try:
+        plan_save(world, LayoutPolicy(), "declared")
+    except ReplicaError as error:
+        return [error]
+    except CheckpointErrors as group:
+        return list(group.exceptions)
+    return []
+
+
+@given(WORLDS, RULES, st.randoms(use_true_random=False))
+def test_r3_the_order_of_holders_does_not_matter(world, rule, random):
+    (holders,) = world.by_key().values()
+    shuffled = list(holders)
+    random.shuffle(shuffled)
+    assert choose_writers(shuffled, rule) == choose_writers(holders, rule)
+    if len({shard.identity for _, _, shard in holders}) == 1:
+        assert elect(holders[0][2], shuffled) == elect(holders[0][2], holders)
+
+
+@given(fst.worlds(), fst.layout_policies(), st.data())
+def test_r3_renaming_ranks_moves_writers_but_not_the_checkpoint(world, policy, data):
+    order = data.draw(st.permutations(range(world.size)))
+    renamed = World([world.ranks[rank] for rank in order])
+    for rule in ("declared", "elect"):
+        one, other = plan_save(world, policy, rule), plan_save(renamed, policy, rule)
+        assert one.arrays == other.arrays
+        assert sorted((w.key, w.box) for w in one.writes) == sorted((w.key, w.box) for w in other.writes)
+        assert [d.index for d in one.digests] == [d.index for d in other.digests]
+
+
+@given(st.integers(2, 5), st.sampled_from(["w", "model.layers.0.weight"]))
+def test_r3_elected_writers_spread_over_the_ranks(ranks, key):
+    array = ArraySpec(key, (200,), "int8")
+    boxes = [Box((i,), (i + 1,)) for i in range(200)]
+    plan = plan_save(World([[ShardSpec(array, b, r) for b in boxes] for r in range(ranks)]), LayoutPolicy())
+    loads = Counter(write.rank for write in plan.writes)
+    assert max(loads.values()) <= 2 * 200 / ranks

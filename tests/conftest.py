@@ -1,0 +1,135 @@
+"""What the tests share: equality of states, the problems of a failed call, arrays in pieces. Does not import torch."""
+
+from collections import OrderedDict
+
+import attrs
+import numpy as np
+import pytest
+
+import functional_ckpt.leaves
+from functional_ckpt import Box, SavePolicy
+from functional_ckpt.errors import CheckpointError, CheckpointErrors
+from functional_ckpt.leaves import HeldArray, NumpyLeaves
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.store.buffer import HostBuffer
+from functional_ckpt.store.encoding import dtype_name
+
+FAST = SavePolicy(durability="none")
+
+
+def _bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes()
+
+
+def _same(one, other, path="state"):
+    assert type(one) is type(other), f"{path}: {type(one)} became {type(other)}"
+    if isinstance(one, dict):
+        # Paths carry no order: what opens a checkpoint without `like` gives keys sorted.
+        assert (list(one) == list(other)) if isinstance(one, OrderedDict) else one.keys() == other.keys(), path
+        for key in one:
+            _same(one[key], other[key], f"{path}[{key!r}]")
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), path
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            _same(a, b, f"{path}[{index}]")
+    elif isinstance(one, np.ndarray | np.generic):
+        assert (one.shape, one.dtype.newbyteorder("=")) == (other.shape, other.dtype.newbyteorder("=")), path
+        assert _bits(one.astype(one.dtype.newbyteorder("="))) == _bits(other.astype(other.dtype.newbyteorder("="))), (
+            path
+        )
+    elif type(one).__module__.partition(".")[0] == "torch" and hasattr(one, "untyped_storage"):
+        _same_tensor(one, other, path)
+    elif hasattr(one, "value") and type(one).__name__ == "PerRank":
+        _same(one.value, other.value, path)
+    elif isinstance(one, set | frozenset):
+        assert one == other, path
+    else:
+        assert repr(one) == repr(other), path
+
+
+def _same_tensor(one, other, path):
+    import torch
+
+    assert (one.dtype, one.shape) == (other.dtype, other.shape), path
+    one, other = (x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for x in (one, other))
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), path
+
+
+@pytest.fixture(scope="session")
+def same():
+    """Assert that two states are equal: types, data types and every bit (NaN payloads, -0.0)."""
+    return _same
+
+
+@pytest.fixture(scope="session")
+def fast():
+    """A policy that does not wait for disks."""
+    return FAST
+
+
+@pytest.fixture(scope="session")
+def problems_of():
+    """Call a function that must fail with our errors; return all of its problems."""
+
+    def problems(function, *arguments, **options):
+        with pytest.raises(CheckpointError) as caught:
+            function(*arguments, **options)
+        error = caught.value
+        return error.exceptions if isinstance(error, CheckpointErrors) else (error,)
+
+    return problems
+
+
+@pytest.fixture(scope="session")
+def tree_bytes():
+    """Return what lies under a directory: relative path -> bytes (None for a directory)."""
+
+    def read(root):
+        items = sorted(root.rglob("*"))
+        return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in items}
+
+    return read
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """What a rank holds of an array in pieces: `array` is the global one, of which it saves `box`."""
+
+    array: np.ndarray
+    box: Box
+    replica_id: int = 0
+
+
+class _PieceLeaves(NumpyLeaves):
+    def accepts(self, leaf):
+        return isinstance(leaf, Piece) or super().accepts(leaf)
+
+    def hold(self, key, leaf, rank):
+        if not isinstance(leaf, Piece):
+            return super().hold(key, leaf, rank)
+        spec = ArraySpec(key, leaf.array.shape, dtype_name(leaf.array.dtype, key))
+        shard = ShardSpec(spec, leaf.box, leaf.replica_id)
+        return HeldArray(spec, ((shard, HostBuffer(leaf.array[leaf.box.slices])),), False, id(leaf))
+
+
+@pytest.fixture
+def piece(monkeypatch):
+    """The class `Piece`, which `save` accepts as a leaf during the test: shards without torch and its processes."""
+    monkeypatch.setattr(functional_ckpt.leaves, "_NUMPY", _PieceLeaves())
+    return Piece
+
+
+@pytest.fixture(scope="session")
+def plain_tree():
+    """Return a small state of arrays and plain values, without torch."""
+
+    def make(seed=0):
+        random = np.random.default_rng(seed)
+        return OrderedDict(
+            model={"w": random.normal(size=(5, 3)).astype("f4"), "b": random.integers(0, 9, 3)},
+            step=seed,
+            lr=[0.1 * seed, None, (1, 2.5)],
+        )
+
+    return make

@@ -1,0 +1,324 @@
+"""Every kind of leaf that a training state holds comes back as it was."""
+
+import random
+from collections import Counter, OrderedDict, defaultdict
+
+import attrs
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import functional_ckpt
+from functional_ckpt import (
+    ArraySpec,
+    LoadPolicy,
+    PerRank,
+    SavePolicy,
+    ShardSpec,
+    load,
+    open_checkpoint,
+    read_manifest,
+    save,
+)
+from functional_ckpt.spec.array import BITS, DTYPES
+from functional_ckpt.spec.box import Box
+from functional_ckpt.testing.values import special_words
+from functional_ckpt.torch.tensors import TORCH_DTYPES
+
+URL = "memory://leaves"
+counter = iter(range(10**6))
+
+
+@pytest.fixture
+def url():
+    """A fresh place in memory."""
+    return f"memory://leaves-{next(counter)}"
+
+
+def specials(dtype, shape=(3, 4)):
+    """Values that lossy code changes, as a numpy array."""
+    kind = np.dtype(getattr(ml_dtypes, dtype)) if dtype in BITS else np.dtype(dtype)
+    words = special_words(dtype)
+    return np.resize(words, int(np.prod(shape)) * kind.itemsize // words.itemsize).view(kind).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extended", ["native", "bits"])
+def test_numpy_arrays_of_every_dtype(dtype, extended, url, same):
+    state = {"w": specials(dtype), "scalar": specials(dtype, ()), "empty": specials(dtype, (2, 0, 3))}
+    policy = SavePolicy(layout=functional_ckpt.LayoutPolicy(extended_dtypes=extended))
+    save(state, url, policy=policy)
+    same(load({k: np.zeros_like(v) for k, v in state.items()}, url), state)
+    same(open_checkpoint(url).state(), state)
+    assert functional_ckpt.verify(url).ok
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_every_dtype(dtype, url, same):
+    words = specials(dtype).view(BITS.get(dtype, dtype))
+    tensor = torch.from_numpy(words.copy()).view(TORCH_DTYPES[dtype])
+    state = {"w": tensor, "t": tensor.t(), "scalar": tensor[1, 2].clone(), "empty": tensor[:, :0]}
+    save(state, url)
+    same(load({k: torch.empty_like(v, memory_format=torch.contiguous_format) for k, v in state.items()}, url), state)
+    meta = {k: torch.empty(v.shape, dtype=v.dtype, device="meta") for k, v in state.items()}
+    same(load(meta, url), state)
+    same(open_checkpoint(url).state("torch"), state)
+
+
+BASE = np.arange(120, dtype="i4").reshape(4, 5, 6)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        BASE.transpose(2, 0, 1), BASE[::2, 1:4], BASE[::-1, :, ::-2], np.asfortranarray(BASE),
+        np.broadcast_to(BASE[0, 0], (3, 6)), BASE[1, :, 2], BASE[:, :, 3:3], BASE.astype(">i4"), BASE.astype(">c16"),
+        np.zeros((1,) * 32, "i1"), np.frombuffer(bytes(range(8)), "u2"),
+    ],
+    ids=["transposed", "strided", "negative", "fortran", "broadcast", "column", "empty", "big-endian", "big complex",
+         "rank 32", "read-only"],
+)  # fmt: skip
+def test_any_memory_layout(array, url, same):
+    save({"w": array}, url)
+    same(load({"w": np.zeros(array.shape, array.dtype.newbyteorder("="))}, url)["w"], np.array(array))
+    if array.flags.writeable and array.size:
+        target = array.copy()[..., ::-1]  # filled through its own strides
+        target[...] = 0
+        assert load({"w": target}, url)["w"] is target
+        np.testing.assert_array_equal(target, array)
+
+
+def test_big_endian_target_is_filled(url):
+    save({"w": BASE}, url)
+    target = np.zeros(BASE.shape, ">i4")
+    assert load({"w": target}, url)["w"] is target
+    np.testing.assert_array_equal(target, BASE)
+
+
+def test_memory_mapped_arrays(tmp_path, url):
+    source = np.memmap(tmp_path / "source", "f4", "w+", shape=(8, 3))
+    source[:] = np.arange(24).reshape(8, 3)
+    save({"w": source}, url)
+    target = np.memmap(tmp_path / "target", "f4", "w+", shape=(8, 3))
+    assert load({"w": target}, url)["w"] is target
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "target", "f4").reshape(8, 3), source)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda t: t.t(), lambda t: t[::2], lambda t: t[1:, 1:], lambda t: t[0].expand(7, 4), lambda t: t.conj(), lambda t: t[2, 3],
+     lambda t: torch.imag(t.conj()), lambda t: t.as_strided((3, 2), (1, 1))],
+    ids=["t", "step", "corner", "expanded", "conj", "scalar", "neg", "overlapping"],
+)  # fmt: skip
+def test_torch_views(view, url, same):
+    leaf = view(torch.randn(6, 4, dtype=torch.complex64))
+    save({"w": leaf}, url)
+    same(load({"w": torch.zeros(leaf.shape, dtype=leaf.dtype)}, url)["w"], leaf)
+
+
+def test_non_contiguous_targets_are_filled_in_place(url):
+    source = torch.arange(24.0).reshape(4, 6)
+    save({"w": source}, url)
+    whole = torch.full((6, 9), -1.0)
+    target = whole.t()[1:5, :]
+    assert load({"w": target}, url)["w"] is target
+    assert torch.equal(target, source)
+    assert whole.t()[0].eq(-1).all()
+    assert whole.t()[5:].eq(-1).all()
+
+
+def test_parameters_keep_class_and_grad_flag(url):
+    linear = torch.nn.Linear(3, 2)
+    linear.bias.requires_grad_(False)
+    state = dict(linear.named_parameters())
+    save(state, url)
+    with torch.device("meta"):
+        fresh = torch.nn.Linear(3, 2)
+        fresh.bias.requires_grad_(False)
+    loaded = load(dict(fresh.named_parameters()), url)
+    assert all(isinstance(p, torch.nn.Parameter) for p in loaded.values())
+    assert [p.requires_grad for p in loaded.values()] == [True, False]
+    assert torch.equal(loaded["weight"], linear.weight)
+
+
+def test_tied_weights_are_stored_once_and_restored_tied(url):
+    weight = torch.randn(5, 4)
+    state = {"emb": weight, "head": weight, "other": weight.clone()}
+    manifest = save(state, url)
+    assert [e.spec.key for e in manifest.arrays] == ["emb", "other"]
+    assert [(a.key, a.target) for a in manifest.aliases] == [("head", "emb")]
+    meta = load({k: torch.empty(5, 4, device="meta") for k in state}, url)
+    assert meta["emb"] is meta["head"]
+    assert meta["other"] is not meta["emb"]
+    specs = load({k: ArraySpec("any", (5, 4), "float32") for k in state}, url)
+    assert specs["emb"] is specs["head"]
+    tied = torch.zeros(5, 4)
+    in_place = load({"emb": tied, "head": tied, "other": torch.zeros(5, 4)}, url)
+    assert in_place["emb"] is in_place["head"] is tied
+    assert torch.equal(tied, weight)
+    untied = load({k: torch.zeros(5, 4) for k in state}, url)
+    assert untied["emb"] is not untied["head"]
+    assert torch.equal(untied["head"], weight)
+    opened = open_checkpoint(url).state("torch")
+    assert opened["emb"] is opened["head"]
+
+
+def test_same_memory_seen_differently_is_not_tied(url, same):
+    weight = torch.randn(4, 4)
+    state = {"w": weight, "t": weight.t(), "half": weight[:2], "bits": weight.view(torch.int32)}
+    assert save(state, url).aliases == ()
+    same(load({k: torch.empty(v.shape, dtype=v.dtype) for k, v in state.items()}, url), state)
+
+
+def test_empty_arrays_are_not_tied_by_their_address(url):
+    state = {name: np.empty((0, n)) for n, name in enumerate("abcd")}
+    assert save(state, url).aliases == ()
+    assert [a.shape for a in load({k: np.empty_like(v) for k, v in state.items()}, url).values()] == [
+        (0, n) for n in range(4)
+    ]
+
+
+def test_tied_meta_leaves_that_want_other_dtypes_are_not_tied(url):
+    weight = torch.randn(3)
+    save({"a": weight, "b": weight}, url)
+    like = {"a": torch.empty(3, device="meta"), "b": torch.empty(3, dtype=torch.float64, device="meta")}
+    loaded = load(like, url, policy=LoadPolicy(cast="same_kind"))
+    assert [t.dtype for t in loaded.values()] == [torch.float32, torch.float64]
+
+
+def test_untied_state_into_tied_memory_is_refused(url, problems_of):
+    save({"a": torch.zeros(3), "b": torch.ones(3)}, url)
+    shared = torch.full((3,), 7.0)
+    (problem,) = problems_of(load, {"a": shared, "b": shared}, url)
+    assert (problem.key, problem.expected, problem.found) == ("b", "a", "b")
+    assert shared.eq(7).all()
+
+
+PLAIN = [
+    None, True, False, 0, -1, 2**100, -(10**4000), 0.1, -0.0, 1e-320, float("inf"), float("-inf"), float("nan"), "", "text",
+    "~tuple", "\x00\n\u2028\U0001f600", "\ud800", b"", bytes(range(256)), 1 + 2j, complex("nan-infj"), complex(0.0, -0.0),
+    (), (1, (2.5, None, [b"x", {"a": (1,)}])), ({"~tuple": [1]},), ({1: 2, "1": 3, None: 4, (1, 2): 5},), {1, 2, "a"},
+    frozenset({1.5}), range(3, 90, -7), Counter({3: 1, 5: 2}), OrderedDict(), {}, [], ([],), (OrderedDict(b=1, a=2),),
+    torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1"), (torch.Size([]), torch.device("cpu"), torch.float8_e4m3fn),
+    random.Random(3).getstate(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda v: f"{type(v).__name__}-{v!r:.20}")
+def test_plain_values(value, url, same):
+    save({"v": value}, url)
+    same(load({"v": 0}, url)["v"], value)
+    same(open_checkpoint(url).state()["v"], value)
+
+
+def test_nan_payloads_of_plain_floats(url):
+    import struct
+
+    odd = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
+    save({"v": odd}, url)
+    assert struct.pack(">d", load({"v": 0}, url)["v"]).hex() == "fff8000000000123"
+
+
+TREES = {
+    "nested empties": {"a": {}, "b": [], "c": [{}, [[]]], "d": {"e": OrderedDict()}},
+    "int keys": {0: {"step": np.float32(1)}, 1: {"step": np.float32(2)}, -7: "x", True: "y", None: "z", 2.5: "f"},
+    "ordered": OrderedDict([("z", np.ones(1)), ("a", OrderedDict([("y", 1), ("b", 2)]))]),
+    "unicode": {"größe": np.arange(2), "日本": {"\U0001f600": np.arange(3)}, "e\u0301": np.arange(4), "\xe9": np.arange(5)},
+    "case": {"W": np.arange(1), "w": np.arange(2), "ab": np.arange(3), "Ab": np.arange(4), "AB": np.arange(5)},
+    "separators": {"a/b": np.arange(1), "a\\b": np.arange(2), "a~1b": np.arange(3), ".": np.arange(4), "..": np.arange(5),
+                   "...": np.arange(6), "": np.arange(7), " ": np.arange(8), "a:b*c?": np.arange(9), "\x00\x1f\x7f": np.arange(10)},
+    "reserved": {"zarr.json": np.arange(1), "manifest.json": np.arange(2), "provenance.json": np.arange(3), "__x": np.arange(4),
+                 "c": {"0": np.arange(5)}, ".x": np.arange(6), "~d.x": np.arange(7), "con": np.arange(8), "_": np.arange(9)},
+    "huge keys": {"k" * 300: np.arange(2), "k" * 300 + "2": np.arange(3), "ü" * 150: np.arange(4), "K" * 5000: 1},
+    "dotted": {"a.b": np.arange(2), "a": {"c": np.arange(3)}, "x.y": 1},
+    "lists": [np.arange(2), [np.arange(3), (1, 2)], {"a": [None]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_and_keys(name, tmp_path, same, fast):
+    tree = TREES[name]
+    save(tree, tmp_path / "a", policy=fast)
+    same(load(tree, tmp_path / "a"), tree)
+    loaded = open_checkpoint(tmp_path / "a").state()
+    assert functional_ckpt.verify(tmp_path / "a").ok
+    flat = dict(functional_ckpt.spec.tree.flatten(tree))
+    found = dict(functional_ckpt.spec.tree.flatten(loaded))
+    assert found.keys() == flat.keys()
+    for path, leaf in flat.items():
+        np.testing.assert_array_equal(found[path], leaf)
+
+
+@pytest.mark.parametrize("leaf", [np.arange(3), 7, {}, [], (1, 2)], ids=repr)
+def test_state_that_is_one_leaf(leaf, url, same):
+    save(leaf, url)
+    same(load(leaf.copy() * 0 if isinstance(leaf, np.ndarray) else leaf, url), leaf)
+    same(open_checkpoint(url).state(), leaf)
+
+
+def test_a_per_rank_state_as_the_whole(url, same):
+    state = PerRank({"rng": np.arange(3), "n": 4})
+    save(state, url)
+    same(load(PerRank({"rng": np.zeros(3, int), "n": 0}), url), state)
+
+
+def test_defaultdict_nests(url, same):
+    state = defaultdict(dict)
+    state[0]["x"] = np.arange(3)
+    save({"state": state}, url)
+    same(load({"state": {0: {"x": np.zeros(3, int)}}}, url)["state"], {0: {"x": np.arange(3)}})
+
+
+def test_numpy_scalars_come_back_as_scalars(url, same):
+    state = {"f": np.float32(2.5), "b": np.bool_(True), "i": np.uint64(2**64 - 1), "c": np.complex64(1j)}
+    save(state, url)
+    same(load({k: type(v)(0) for k, v in state.items()}, url), state)
+
+
+def test_specs_allocate(url):
+    save({"w": np.arange(12.0).reshape(4, 3)}, url)
+    whole = load({"w": ArraySpec("x", (4, 3), "float64")}, url)["w"]
+    np.testing.assert_array_equal(whole, np.arange(12.0).reshape(4, 3))
+    spec = ArraySpec("x", (4, 3), "float64")
+    part = load({"w": ShardSpec(spec, Box((1, 1), (3, 3)))}, url)["w"]
+    np.testing.assert_array_equal(part, whole[1:3, 1:3])
+    flat = load({"w": ShardSpec(spec, Box((1, 0), (4, 3)), flat=(2, 8))}, url)["w"]
+    np.testing.assert_array_equal(flat, whole[1:4].ravel()[2:8])
+
+
+@attrs.frozen
+class Config:
+    """An object that is neither array nor plain."""
+
+    depth: int
+    name: str
+
+
+def test_objects_by_opt_in(url, problems_of):
+    config = Config(3, "x")
+    (problem,) = problems_of(save, {"cfg": config}, url)
+    assert (type(problem).__name__, problem.key) == ("UnsupportedLeafError", "cfg")
+    manifest = save({"cfg": config, "w": np.ones(2)}, url, policy=SavePolicy(object_codec="torch"))
+    assert manifest.by_key["cfg"].codec == "torch"
+    like = {"cfg": None, "w": np.zeros(2)}
+    (problem,) = problems_of(load, like, url)
+    assert (type(problem).__name__, problem.key) == ("ObjectCodecError", "cfg")
+    assert load(like, url, policy=LoadPolicy(safe_globals=[Config]))["cfg"] == config
+    assert load(like, url, policy=LoadPolicy(safe_globals="trust"))["cfg"] == config
+    assert open_checkpoint(url).state(safe_globals="trust")["cfg"] == config
+    (problem,) = problems_of(save, {"f": lambda: 0}, url + "x", policy=SavePolicy(object_codec="torch"))
+    assert (type(problem).__name__, problem.key) == ("ObjectCodecError", "f")
+
+
+def test_tensors_inside_tuples_need_the_object_codec(url, problems_of, same):
+    state = {"t": (torch.ones(2), 3)}
+    (problem,) = problems_of(save, state, url)
+    assert problem.key == "t"
+    save(state, url, policy=SavePolicy(object_codec="torch"))
+    same(load({"t": None}, url)["t"], state["t"])
+
+
+def test_manifest_paths_of_plain_names_are_left_out(url):
+    save({"a": {"b": np.ones(1)}}, url)
+    assert b"path" not in read_manifest(url).to_json()

@@ -1,0 +1,292 @@
+"""Several simulated ranks: who writes what, values that differ by rank, and failing together."""
+
+import time
+
+import attrs
+import numpy as np
+import pytest
+
+import functional_ckpt
+from functional_ckpt import Box, LayoutPolicy, LoadPolicy, PerRank, SavePolicy, async_save, load, open_checkpoint, save
+from functional_ckpt.errors import CheckpointError, RankFailedError, SaveCancelledError
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.testing.simulate import run_ranks, try_ranks
+
+GRID = np.arange(96, dtype="f4").reshape(12, 8)
+
+
+def rows(size, rank, shape=GRID.shape):
+    cut = [shape[0] * r // size for r in range(size + 1)]
+    return Box((cut[rank], 0), (cut[rank + 1], shape[1]))
+
+
+def columns(size, rank, shape=GRID.shape):
+    cut = [shape[1] * r // size for r in range(size + 1)]
+    return Box((0, cut[rank]), (shape[0], cut[rank + 1]))
+
+
+POLICIES = {
+    "exclusive": LayoutPolicy(min_chunk_nbytes=0),
+    "shared": LayoutPolicy(shared_chunk_nbytes=64),
+    "shared zstd": LayoutPolicy(shared_chunk_nbytes=64, codecs=(("", ("zstd",)),)),
+    "one chunk": LayoutPolicy(),
+}
+
+
+@pytest.mark.parametrize("layout", POLICIES)
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (4, 3), (5, 2)])
+def test_rows_to_columns(layout, commit, before, after, tmp_path, piece):
+    policy = SavePolicy(layout=POLICIES[layout], commit=commit, durability="none", replicas="declared")
+
+    def saving(gather):
+        state = {"w": piece(GRID, rows(before, gather.rank)), "step": 7}
+        return save(state, tmp_path / "a", policy=policy, process_group=gather)
+
+    manifests = run_ranks(before, saving)
+    assert all(m == manifests[0] for m in manifests)
+    assert functional_ckpt.verify(tmp_path / "a").ok
+
+    def loading(gather):
+        like = {"w": ShardSpec(ArraySpec("w", (12, 8), "float32"), columns(after, gather.rank)), "step": 0}
+        return load(like, tmp_path / "a", process_group=gather)
+
+    for rank, loaded in enumerate(run_ranks(after, loading)):
+        np.testing.assert_array_equal(loaded["w"], GRID[columns(after, rank).slices])
+        assert loaded["step"] == 7
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert not [p for p in (tmp_path / "a").rglob("*") if p.name.startswith(".") or p.name.endswith(".__lock")]
+
+
+def test_the_checkpoint_does_not_know_who_wrote_it(tmp_path, fast, piece, tree_bytes):
+    boxes = [rows(3, r) for r in range(3)]
+    seen = []
+    for name, order in (("a", (0, 1, 2)), ("b", (2, 0, 1))):
+        states = [{"w": piece(GRID, boxes[i]), "copy": np.arange(9)} for i in order]
+        run_ranks(3, lambda g, states=states, name=name: save(states[g.rank], tmp_path / name, policy=fast, process_group=g))
+        seen.append(tree_bytes(tmp_path / name))
+        seen[-1].pop("provenance.json")
+    assert seen[0] == seen[1]
+
+
+def test_every_rank_writes_its_share_of_copies(tmp_path, fast):
+    state = {f"w{i}": np.full(100, i) for i in range(40)}
+    run_ranks(4, lambda g: save(state, tmp_path / "a", policy=fast, process_group=g))
+    import json
+
+    ranks = json.loads((tmp_path / "a/provenance.json").read_text())["ranks"]
+    assert sum(r["nbytes"] for r in ranks) == 40 * 800
+    assert all(r["arrays"] for r in ranks)
+
+
+# Values that differ by rank
+
+
+def per_rank_state(rank):
+    return {"rng": PerRank({"seed": np.full(rank + 1, rank), "epoch": (rank, 1), "none": {}}), "step": 3}
+
+
+@pytest.fixture
+def three(tmp_path, fast):
+    """The path of a checkpoint that three ranks have saved."""
+    run_ranks(3, lambda g: save(per_rank_state(g.rank), tmp_path / "a", policy=fast, process_group=g))
+    return tmp_path / "a"
+
+
+def test_per_rank_values_return_to_their_ranks(three, same):
+    def loading(gather):
+        return load(per_rank_state(gather.rank), three, process_group=gather)
+
+    for rank, loaded in enumerate(run_ranks(3, loading)):
+        same(loaded, per_rank_state(rank))
+    opened = open_checkpoint(three).state()
+    same(opened["rng"][2], per_rank_state(2)["rng"].value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_per_rank_error(three, size, problems_of):
+    def loading(gather):
+        return problems_of(load, per_rank_state(gather.rank), three, process_group=gather)
+
+    for problems in run_ranks(size, loading):
+        assert [(type(p).__name__, p.key) for p in problems] == [("PerRankError", "rng")] * len(problems)
+        assert (problems[0].expected, problems[0].found) == ("3 ranks", f"{size} ranks")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_per_rank_first(three, size, same):
+    policy = LoadPolicy(per_rank="first")
+    for loaded in run_ranks(size, lambda g: load(per_rank_state(0), three, policy=policy, process_group=g)):
+        same(loaded, per_rank_state(0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_per_rank_by_a_function(three, size):
+    def deal(values, rank, ranks):
+        assert ranks == size
+        return [v["seed"].tolist() for v in values], rank
+
+    policy = LoadPolicy(per_rank=deal)
+    for rank, loaded in enumerate(run_ranks(size, lambda g: load(per_rank_state(0), three, policy=policy, process_group=g))):
+        assert loaded["rng"].value == ([[0], [1, 1], [2, 2, 2]], rank)
+
+
+def test_plain_values_and_tensors_must_agree_unless_trusted(tmp_path, fast, problems_of):
+    def state(rank):
+        return {"lr": 0.1 * rank, "w": np.full(3, rank), "ok": np.ones(2)}
+
+    def saving(gather):
+        return problems_of(save, state(gather.rank), tmp_path / "a", policy=fast, process_group=gather)
+
+    for problems in run_ranks(3, saving):
+        assert {(type(p).__name__, p.key, p.rank) for p in problems} == {
+            ("ReplicaError", key, (0, r)) for key in ("lr", "w") for r in (1, 2)
+        }
+    assert list(tmp_path.iterdir()) == []
+    policy = attrs.evolve(fast, replicated="trust")
+    run_ranks(3, lambda g: save(state(g.rank), tmp_path / "a", policy=policy, process_group=g))
+    loaded = open_checkpoint(tmp_path / "a").state()
+    assert loaded["lr"] == 0.0
+    assert len(set(loaded["w"])) == 1
+
+
+def test_a_tie_on_one_rank_only_is_no_tie(tmp_path, fast):
+    def saving(gather):
+        w = np.arange(3)
+        state = {"a": w, "b": w if gather.rank else w.copy()}
+        return save(state, tmp_path / "a", policy=fast, process_group=gather)
+
+    assert run_ranks(2, saving)[0].aliases == ()
+
+
+# Failing together
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("phase", ["write", "publish", "done"])
+def test_a_rank_that_raises_makes_every_rank_raise(phase, failing, tmp_path, fast):
+    def fail(progress):
+        if progress.phase == phase:
+            raise KeyError("my callback")
+
+    def saving(gather):
+        report = fail if gather.rank == failing else None
+        return save({"w": np.ones(5)}, tmp_path / "a", policy=fast, process_group=gather, progress=report)
+
+    begun = time.monotonic()
+    outcomes = try_ranks(2, saving, timeout_s=20)
+    assert time.monotonic() - begun < 10
+    if phase == "done":  # published: a callback cannot undo that, and is not a failed save
+        assert (tmp_path / "a").exists()
+        return
+    assert all(isinstance(o, CheckpointError) for o in outcomes), outcomes
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_disk_is_full_fails_all(failing, tmp_path, fast, monkeypatch):
+    import errno
+
+    from functional_ckpt.store.files import FileStore
+
+    real = FileStore.create
+
+    def create(self, name, parts, nbytes):
+        if name.startswith(f"p.rank{failing}/c"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, name, parts, nbytes)
+
+    monkeypatch.setattr(FileStore, "create", create)
+
+    def saving(gather):
+        return save({"p": PerRank(np.ones(5))}, tmp_path / "a", policy=fast, process_group=gather)
+
+    for outcome in try_ranks(2, saving):
+        assert type(outcome).__name__ == "StorageError"
+        assert outcome.rank == failing
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+def test_a_rank_that_dies_is_missed_by_the_others(after, tmp_path, fast):
+    """Rank 1 dies before its n-th exchange."""
+
+    class Dying:
+        def __init__(self, gather):
+            self.gather, self.left = gather, after
+            self.rank, self.size = gather.rank, gather.size
+
+        def all_gather(self, value):
+            if not self.left:
+                raise SystemExit("killed")
+            self.left -= 1
+            return self.gather.all_gather(value)
+
+    def saving(gather):
+        group = Dying(gather) if gather.rank == 1 else gather
+        return save({"w": np.ones(5)}, tmp_path / "a", policy=fast, process_group=group)
+
+    outcomes = try_ranks(3, saving, timeout_s=20)
+    assert isinstance(outcomes[0], RankFailedError)
+    assert isinstance(outcomes[2], RankFailedError)
+    functional_ckpt.sweep(tmp_path)  # rank 2 may still have been writing when rank 0 cleaned up
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_the_ranks_do_not_share(tmp_path, fast, monkeypatch):
+    """As on two machines: rank 1 sees another directory under the same name."""
+    from functional_ckpt.store import commit
+
+    real = commit.check_shared
+
+    def check(site, rank):
+        if rank == 1:
+            site = attrs.evolve(site, url=str(tmp_path / "elsewhere/a"), work_url=str(tmp_path / "elsewhere/.a.saving"))
+        return real(site, rank)
+
+    monkeypatch.setattr("functional_ckpt.saving.check_shared", check)
+    for outcome in try_ranks(3, lambda g: save({"w": np.ones(3)}, tmp_path / "a", policy=fast, process_group=g)):
+        assert type(outcome).__name__ == "PathNotSharedError"
+        assert outcome.rank == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loading_different_checkpoints_under_one_path(tmp_path, fast):
+    for rank in range(2):
+        save({"w": np.full(3, rank)}, tmp_path / str(rank), policy=fast)
+
+    outcomes = try_ranks(2, lambda g: load({"w": np.zeros(3, int)}, tmp_path / str(g.rank), process_group=g))
+    assert all("different checkpoints" in str(o) for o in outcomes)
+
+
+def test_memory_is_not_shared_by_ranks(fast):
+    for outcome in try_ranks(2, lambda g: save({"w": np.ones(3)}, "memory://ranks", policy=fast, process_group=g)):
+        assert isinstance(outcome, CheckpointError)
+    assert not functional_ckpt.sweep("memory://ranks")
+
+
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+def test_cancelled_by_one_rank_is_published_by_none(commit, tmp_path, fast, monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    pool = ThreadPoolExecutor(2)  # simulated ranks share the process, but each needs a worker of its own
+    monkeypatch.setattr("functional_ckpt.pending._worker", lambda: pool)
+    policy = attrs.evolve(fast, commit=commit)
+
+    def saving(gather):
+        pending = []
+
+        def cancel(progress):
+            if gather.rank == 1 and progress.phase == "publish":
+                while not pending:
+                    time.sleep(0.001)
+                pending[0].cancel()
+
+        pending.append(async_save({"w": np.ones(3)}, tmp_path / "a", policy=policy, process_group=gather, progress=cancel))
+        return pending[0].result(20)
+
+    outcomes = try_ranks(2, saving)
+    assert all(isinstance(o, SaveCancelledError) for o in outcomes), outcomes
+    assert not (tmp_path / "a/zarr.json").exists()
+    pool.shutdown()
