@@ -182,7 +182,7 @@ def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
     if "torch" not in sys.modules:
         if process_group is not None:
             raise SpecError("this is no process group", None, None, None, None, None, type(process_group).__name__,
-                            remedy="Pass a torch process group or an object with rank, size and all_gather")  # fmt: skip
+                            remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group")
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose))

@@ -1,5 +1,6 @@
 """From a state tree to a `LocalState` and the buffers behind it: what a rank says of its leaves."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from functional_ckpt.objects import object_bytes
 from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
 from functional_ckpt.plan.state import ArrayLeaf, LocalState
 from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.array import check_key
 from functional_ckpt.spec.sharding import Fragment, ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
 from functional_ckpt.store.buffer import Buffer, region_of
@@ -113,11 +115,13 @@ class _Capture:
 
     def _claim_key(self, path: Path) -> str:
         key = key_of(path)
+        check_key(key)
         for item in path:
             value = item.value if isinstance(item, DictKey) else None
-            if not (value is None or isinstance(value, bool | int | float | str)):
+            finite = not isinstance(value, float) or math.isfinite(value)
+            if not (value is None or isinstance(value, bool | int | float | str)) or not finite:
                 raise SpecError("a dict key of this type has no representation", key, found=_type_name(value),
-                                remedy="Use text, ints, floats, bools or None")  # fmt: skip
+                                remedy="Use text, ints, finite floats, bools or None")  # fmt: skip
         if key in self._keys:
             raise DuplicateKeyError("two leaves have one key", key, None, None, None, self._keys[key], path,
                                     "Rename one: a key is the path joined by dots")  # fmt: skip
@@ -133,7 +137,7 @@ class _Capture:
         self.buffers[key] = tuple(buffer for _, buffer in held.parts)
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
         copy_digest = _content_digest(held) if checked and not _is_per_rank(path) else None
-        self._arrays.append((ArrayLeaf(key, path, codec, None, copy_digest), held.identity))
+        self._arrays.append((ArrayLeaf(key, path, codec, None, held.copy, copy_digest), held.identity))
 
 
 def _content_digest(held: HeldArray) -> bytes:

@@ -22,7 +22,7 @@ from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import numpy_dtype
 from functional_ckpt.store.execute import check_chunk, read_plan
 from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.reading import check_identity, read_manifest
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
@@ -44,6 +44,7 @@ class StoredArray:
 
     entry: ArrayEntry
     _store: Store
+    _identity: object
 
     @property
     def key(self) -> str:
@@ -88,6 +89,7 @@ class StoredArray:
                 raise problem
         reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
         read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], self._store, _BUDGET_NBYTES)
+        check_identity(self._store, self._identity)
         return values[rest]
 
     def torch(self) -> Any:
@@ -111,6 +113,7 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     manifest: Manifest
     _store: Store
+    _identity: object
 
     @property
     def url(self) -> str:
@@ -127,7 +130,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         entry = self.manifest.by_key.get(key)
         if entry is None:
             raise KeyMismatchError("the checkpoint has no such array", key)
-        return StoredArray(entry, self._store)
+        return StoredArray(entry, self._store, self._identity)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys of all arrays, sorted."""
@@ -186,7 +189,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://no-such', ...
     """
-    return Checkpoint(read_manifest(path), open_store(path))
+    store = open_store(path)
+    identity = store.identity()
+    return Checkpoint(read_manifest(path), store, identity)
 
 
 def _path(path: tuple[Any, ...] | None, key: str) -> tuple[Any, ...]:

@@ -71,6 +71,9 @@ class LeafAdapter(Protocol):
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded; allocates where it has no memory."""
 
+    def blueprint(self, leaf: Any) -> Hashable | None:
+        """Return what a leaf without memory asks to be allocated; equal for equal wishes. None if it has memory."""
+
     def empty(self, leaf: Any, spec: ArraySpec) -> Any:
         """Return a new leaf of the family of `leaf`, with the shape and data type of `spec`."""
 
@@ -114,6 +117,10 @@ class NumpyLeaves:
         if not leaf.flags.writeable:
             raise SpecError("an array to load into is read-only", key, None, leaf.shape, remedy="Pass a writable copy")
         return Target(_whole(key, leaf, rank, _identity(leaf)), lambda: leaf)
+
+    def blueprint(self, leaf: Any) -> Hashable | None:
+        """Return a spec itself."""
+        return leaf if isinstance(leaf, ArraySpec | ShardSpec) else None
 
     def empty(self, leaf: Any, spec: ArraySpec) -> Array:
         """Return a new numpy array."""

@@ -19,7 +19,7 @@ from functional_ckpt.errors import (
     SpecError,
     raise_problems,
 )
-from functional_ckpt.leaves import PerRank, Target, adapter_of
+from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import LoadPlan, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
@@ -33,7 +33,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.commit import manifest_digest
 from functional_ckpt.store.execute import check_chunk, read_chunk, read_plan
 from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.reading import check_identity, read_manifest
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["load_tree", "read_object"]
@@ -52,6 +52,7 @@ def load_tree(
     tracker = Tracker(report)
     tracker.enter("plan")
     store = open_store(path)
+    identity = store.identity()
     manifest = agree(gather, lambda: read_manifest(path))
     digests = together(gather, lambda: manifest_digest(manifest.to_json())) if gather.size > 1 else []
     if len(set(digests)) > 1:
@@ -68,7 +69,7 @@ def load_tree(
     _check_unexpected(manifest, used, policy)
     skeleton, load_plan = kept[0]
     tracker.enter("read", sum(r.box.size * manifest.by_key[r.key].spec.itemsize for r in load_plan.reads))
-    agree(gather, lambda: seeker.read(load_plan, tracker.add))
+    agree(gather, lambda: seeker.read(load_plan, identity, tracker.add))
     tracker.enter("done")
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, skeleton)
 
@@ -92,7 +93,7 @@ class _Seeker:
         self._values = {value.key: value for value in manifest.values}
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
-        self._allocated: dict[Hashable, Any] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
@@ -119,10 +120,11 @@ class _Seeker:
         raise_problems(problem for problem in problems if problem is not None)
         return plan
 
-    def read(self, plan: LoadPlan, on_bytes: Callable[[int], None]) -> None:
+    def read(self, plan: LoadPlan, identity: object, on_bytes: Callable[[int], None]) -> None:
         """Fill the targets."""
         policy = self.policy
         read_plan(plan, self.manifest.by_key, self.buffers, self.store, policy.budget_nbytes, policy.verify, on_bytes)
+        check_identity(self.store, identity)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)
@@ -156,27 +158,26 @@ class _Seeker:
                 "stored as an array, wanted as a plain value", key, None, entry.spec.shape, None, None,
                 type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
             )  # fmt: skip
-        return self._array_leaf(key, entry, leaf, adapter.target)
+        return self._array_leaf(key, entry, leaf, adapter)
 
-    def _array_leaf(
-        self, key: str, entry: ArrayEntry, leaf: Any, target_of: Callable[[str, Any, int, str], Target]
-    ) -> Any:
-        # Leaves that `like` allocates and the checkpoint has tied become one new array.
-        fresh = (entry.spec.key, type(leaf), getattr(leaf, "is_meta", leaf if isinstance(leaf, Hashable) else None))
-        if fresh[2] and fresh in self._allocated:
-            return self._allocated[fresh]
-        target = target_of(key, leaf, self.gather.rank, self.policy.device)
-        filled = self._filled.setdefault(target.held.identity, entry)
+    def _array_leaf(self, key: str, entry: ArrayEntry, leaf: Any, adapter: LeafAdapter) -> Any:
+        # Leaves that `like` allocates alike and the checkpoint has tied become one new array.
+        plan = adapter.blueprint(leaf)
+        fresh = None if plan is None else (entry.spec.key, plan)
+        if fresh in self._made:
+            return self._made[fresh]
+        target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
         later = _Later(target.result)
-        if filled is not entry and filled.digests != entry.digests:
-            raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
-                            expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
-        if filled is entry and target.held.identity not in self._allocated:
-            self._allocated[target.held.identity] = later
+        if fresh is not None:
+            self._made[fresh] = later
+        filled = self._filled.get(target.held.identity)
+        if filled is None:
+            self._filled[target.held.identity] = entry
             self.shards += [shard for shard, _ in target.held.parts]
             self.buffers += [buffer for _, buffer in target.held.parts]
-        if fresh[2]:
-            self._allocated[fresh] = later
+        elif filled.digests != entry.digests:
+            raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
+                            expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
     def _missing(self, key: str) -> None:

@@ -9,6 +9,7 @@
 Only the boxes, the data type and the policy decide: neither ranks nor their order.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import gcd, prod
@@ -23,7 +24,9 @@ from functional_ckpt.spec.box import Box
 __all__ = ["ChunkGrid", "Layout", "LayoutPolicy", "check_codec", "choose_layout", "exclusive_chunk", "subdivide"]
 
 MIB = 2**20
-_CODECS = {"crc32c": 0, "zstd": 1, "gzip": 1, "blosc": 1}
+#: Codec -> lowest and highest level; crc32c has none.
+_CODECS = {"crc32c": (0, -1), "zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
+_CODEC = re.compile(r"(?P<name>[a-z0-9]+)(:(?P<level>-?[0-9]{1,6}))?")
 
 
 def check_codec(codec: str) -> None:
@@ -33,8 +36,10 @@ def check_codec(codec: str) -> None:
     --------
     >>> check_codec("zstd:5")
     """
-    name, _, level = codec.partition(":")
-    if name not in _CODECS or (level and not (_CODECS[name] and level.lstrip("-").isdigit())):
+    match = _CODEC.fullmatch(codec)
+    name, level = match.group("name", "level") if match else ("", None)
+    low, high = _CODECS.get(name, (0, -1))
+    if name not in _CODECS or (level is not None and not low <= int(level) <= high):
         raise PolicyError("no such codec", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]")
 
 
@@ -152,7 +157,7 @@ class ChunkGrid:
         return tuple(reversed(index))
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Layout:
     """How one array lies in storage: `rung` of the ladder, `chunk` shape, `codecs`, data type as `stored`.
 

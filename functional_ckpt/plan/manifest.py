@@ -28,6 +28,7 @@ __all__ = [
     "PerRankEntry",
     "RankItem",
     "ValueEntry",
+    "check_version",
 ]
 
 FORMAT = "functional_ckpt"
@@ -162,6 +163,21 @@ class Manifest:
             raise CorruptionError("the manifest cannot be read", found=f"{type(error).__name__}: {error}") from None
 
 
+def check_version(version: Any) -> None:
+    """Raise `FormatVersionError` if ``[major, minor]`` is newer than this library reads.
+
+    Examples
+    --------
+    >>> check_version([1, 7])
+    """
+    major, minor = (_int(n) for n in _list(version))
+    if major > VERSION[0]:
+        raise FormatVersionError(
+            "the checkpoint was written by a newer version of the format", None, None, None, None,
+            f"major version {VERSION[0]}", f"{major}.{minor}", "Update functional_ckpt to read it",
+        )  # fmt: skip
+
+
 def canonical(document: object) -> str:
     """Return the one JSON text of a document: sorted keys, ASCII, no spaces, no NaN."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -216,13 +232,14 @@ def _array_to_json(entry: ArrayEntry) -> dict[str, Any]:
         "digests": [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)],
     }
     # The common case is left out: exclusive chunks, no codecs, the data type stored as itself.
-    extras = {
-        "rung": layout.rung if layout.rung != "exclusive" else None,
-        "codecs": list(layout.codecs) or None,
-        "stored": layout.stored if layout.stored != spec.dtype else None,
-        "codec": entry.codec,
-    }
-    record.update({name: value for name, value in extras.items() if value is not None})
+    if layout.rung != "exclusive":
+        record["rung"] = layout.rung
+    if layout.codecs:
+        record["codecs"] = list(layout.codecs)
+    if layout.stored != spec.dtype:
+        record["stored"] = layout.stored
+    if entry.codec is not None:
+        record["codec"] = entry.codec
     return _placed(record, entry)
 
 
@@ -253,12 +270,7 @@ def _parse(document: Any) -> Manifest:
         raise CorruptionError(
             "this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__
         )
-    major, minor = (_int(n) for n in _list(document["version"]))
-    if major > VERSION[0]:
-        raise FormatVersionError(
-            "the checkpoint was written by a newer version of the format", None, None, None, None,
-            f"major version {VERSION[0]}", f"{major}.{minor}", "Update functional_ckpt to read it",
-        )  # fmt: skip
+    check_version(document["version"])
     manifest = Manifest(
         tuple(_array_from_json(r) for r in _list(document["arrays"])),
         tuple(ValueEntry(_key(r), canonical(r["value"]), _path_of(r)) for r in _list(document["values"])),

@@ -4,7 +4,7 @@
 rank: which tensors are tied, which values are copies of one another, and where each leaf stands in the tree.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -26,13 +26,14 @@ _EMPTY = ("{}", "[]", '{"~ordered":[]}')
 class ArrayLeaf:
     """A leaf that is an array: its key and path; `tied_to` an earlier key of the same memory on this rank.
 
-    `copy_digest` is the digest of a whole copy that must equal the other ranks' copies.
+    `is_copy` says that every rank which has it holds all of it; then `copy_digest`, if known, must be equal on all.
     """
 
     key: str
     path: tuple[Any, ...]
     codec: str | None = None
     tied_to: str | None = None
+    is_copy: bool = False
     copy_digest: bytes | None = None
 
 
@@ -81,7 +82,7 @@ def merge_states(
     tied = _agreed_ties(states)
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))
-    world = World(tuple(tuple(s for s in state.shards if s.key not in tied) for state in states))
+    world = _world(states, tied)
     stored = tuple(leaf for leaf in leaves if leaf.key not in tied)
     attributes = states[0].attributes
     return GlobalState(world, stored, aliases, values, per_rank, attributes), tuple(problems)
@@ -108,6 +109,21 @@ def build_manifest(state: GlobalState, plan: SavePlan, digests: Iterable[tuple[s
         joined = b"".join(chunks[i] for i in range(len(chunks)))
         entries.append(ArrayEntry(array.spec, array.layout, joined, leaves[key].path, leaves[key].codec))
     return Manifest(tuple(entries), state.values, state.aliases, state.per_rank, state.attributes)
+
+
+def _world(states: Sequence[LocalState], tied: Mapping[str, str]) -> World:
+    """Return all shards but those of tied keys; the copy on the lowest rank that has one is the main one."""
+    main: dict[str, int] = {}
+    for rank, state in enumerate(states):
+        for leaf in state.arrays:
+            if leaf.is_copy:
+                main.setdefault(leaf.key, rank)
+
+    def renumbered(rank: int, shard: ShardSpec) -> ShardSpec:
+        first = main.get(shard.key, 0)
+        return attrs.evolve(shard, replica_id=rank - first) if first else shard
+
+    return World([renumbered(rank, s) for s in state.shards if s.key not in tied] for rank, state in enumerate(states))
 
 
 def _merged_leaves(states: Sequence[LocalState], problems: list[ProblemError]) -> tuple[ArrayLeaf, ...]:

@@ -8,10 +8,12 @@ partial rows. Each box is one contiguous run, so the boxes in order are the rang
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
+
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.box import Box
 
-__all__ = ["flat_boxes"]
+__all__ = ["flat_boxes", "flat_runs"]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
@@ -39,6 +41,29 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
             f"[{start}, {stop})",
         )
     return tuple(_boxes(shape, start, stop)) if start < stop else ()
+
+
+def flat_runs(shape: Sequence[int], box: Box) -> tuple[tuple[int, int], ...]:
+    """Return where `box` lies in the row-major order of `shape`: half-open ranges in order, none touching the next.
+
+    Examples
+    --------
+    >>> flat_runs((3, 4), Box((1, 0), (3, 2)))
+    ((4, 6), (8, 10))
+    >>> flat_runs((3, 4), Box((1, 0), (3, 4)))
+    ((4, 12),)
+    """
+    if box.size == 0:
+        return ()
+    axis = len(shape)  # from here on the box spans whole rows
+    while axis > 0 and box.shape[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    run = prod(box.shape[max(axis - 1, 0) :])
+    starts = np.array([sum(a * n for a, n in zip(box.start, strides, strict=True))])
+    for extent, stride in zip(box.shape[: max(axis - 1, 0)], strides, strict=False):
+        starts = (starts[:, None] + np.arange(extent) * stride).ravel()
+    return tuple((start, start + run) for start in starts.tolist())
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

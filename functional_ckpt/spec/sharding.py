@@ -8,7 +8,7 @@ import attrs
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.flat import flat_boxes
+from functional_ckpt.spec.flat import flat_boxes, flat_runs
 
 __all__ = ["Fragment", "ShardSpec", "World", "fragments", "from_rank_offsets", "narrow"]
 
@@ -235,33 +235,8 @@ def _narrowed_flats(shard: ShardSpec, kept: Box) -> list[tuple[int, int]]:
         common = piece.intersect(kept)
         if common is None:
             continue
-        inner = common.relative_to(kept)
-        for row in _contiguous_rows(inner, kept.shape):
-            first = _ravel(row.start, kept.shape)
-            found.append((first, first + row.size))
+        found += flat_runs(kept.shape, common.relative_to(kept))
     return _merged(found)
-
-
-def _contiguous_rows(box: Box, shape: tuple[int, ...]) -> list[Box]:
-    """Cut `box` into boxes that are contiguous in an array of `shape`, in row-major order."""
-    axis = len(shape)
-    while axis > 0 and box.shape[axis - 1] == shape[axis - 1]:
-        axis -= 1
-    rows = [box]
-    for cut in range(axis - 1):
-        rows = [
-            Box((*r.start[:cut], i, *r.start[cut + 1 :]), (*r.stop[:cut], i + 1, *r.stop[cut + 1 :]))
-            for r in rows
-            for i in range(r.start[cut], r.stop[cut])
-        ]
-    return rows
-
-
-def _ravel(index: Sequence[int], shape: Sequence[int]) -> int:
-    flat = 0
-    for i, n in zip(index, shape, strict=True):
-        flat = flat * n + i
-    return flat
 
 
 def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -129,7 +129,10 @@ def unflatten(leaves: Iterable[tuple[Path, Any]]) -> Any:
                 raise DuplicateKeyError("a path is both a leaf and a container", key_of(path))
         last = path[-1] if path else None
         if last in node:
-            raise DuplicateKeyError("a path occurs twice", key_of(path))
+            twice = isinstance(node[last], _Leaf)
+            raise DuplicateKeyError(
+                "a path occurs twice" if twice else "a path is both a leaf and a container", key_of(path)
+            )
         node[last] = _Leaf(leaf)
     return _built(root[None], ()) if root else {}
 

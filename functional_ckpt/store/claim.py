@@ -7,11 +7,16 @@ drops the lock when it dies. In memory it is an entry of this process.
 import fcntl
 import json
 import os
+from contextlib import suppress
+from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
 import attrs
 
-__all__ = ["Claim", "is_live"]
+__all__ = ["Claim", "claimed_by", "is_live"]
+
+# What file systems without locks answer.
+_NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
 
 
 @attrs.define(eq=False)
@@ -32,24 +37,38 @@ class Claim:
 
     @classmethod
     def take(cls, path: Path, save_id: str) -> "Claim":
-        """Create the claim file, locked; `save_id` lets other ranks recognise it."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.write(file, json.dumps({"save_id": save_id, "pid": os.getpid()}).encode())
+        """Create the claim file, locked; `save_id` lets other ranks recognise it.
+
+        It appears under its name only when it is locked, so that nobody can take it for a leftover. Where the file
+        system has no locks it says so, and counts as live until somebody removes it.
+        """
+        new = path.with_name(path.name + ".new")
+        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        locked = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            locked = False
+        os.write(file, json.dumps({"save_id": save_id, "pid": os.getpid(), "locked": locked}).encode())
+        new.rename(path)
         return cls(path, file)
 
     def release(self) -> None:
         """Remove the claim, then drop its lock: in this order nobody finds an unlocked live claim."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # left to `sweep`: a save that has published does not fail for it
+                self.path.unlink()
             # A forked child shares the lock with us; unlocking by hand drops it for both.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = None
 
 
 def is_live(path: Path) -> bool:
-    """Tell whether a process holds the claim at `path`."""
+    """Tell whether a process holds the claim at `path`, as far as the file system can tell."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,15 +77,22 @@ def is_live(path: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     finally:
         os.close(file)
-    return False
+    return _content(path).get("locked") is False
 
 
 def claimed_by(path: Path, save_id: str) -> bool:
     """Tell whether the claim at `path` is that of `save_id`: what a rank checks to see that it shares the path."""
+    return _content(path).get("save_id") == save_id
+
+
+def _content(path: Path) -> dict[str, object]:
     try:
-        found: object = json.loads(path.read_text()).get("save_id")
-    except (OSError, ValueError, AttributeError):
-        return False
-    return found == save_id
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -20,6 +20,7 @@ import xxhash
 
 from functional_ckpt.errors import (
     AlreadyExistsError,
+    CheckpointError,
     PathNotSharedError,
     PolicyError,
 )
@@ -30,7 +31,7 @@ from functional_ckpt.store.claim import Claim, claimed_by, is_live
 from functional_ckpt.store.encoding import array_metadata, node_name, to_json
 from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
 from functional_ckpt.store.opening import local_path, open_store
-from functional_ckpt.store.sweep import leftover_names
+from functional_ckpt.store.sweep import is_claim_name, leftover_names
 
 __all__ = ["MANIFEST", "PROVENANCE", "ROOT", "Site", "abandon", "begin", "check_shared", "manifest_digest", "publish"]
 
@@ -84,7 +85,11 @@ def begin(url: str | Path, mode: str, overwrite: bool) -> tuple[Site, Claim | No
     with storage_errors("creating the directory to save to", site.work_url):
         final.parent.mkdir(parents=True, exist_ok=True)
         claim = Claim.take(site.claim_path() or final, save_id)
-        Path(site.work_url).mkdir()
+        try:
+            Path(site.work_url).mkdir()
+        except BaseException:
+            claim.release()
+            raise
     return site, claim
 
 
@@ -145,7 +150,11 @@ def _begin_marker(store: Store, overwrite: bool, save_id: str) -> tuple[Site, Cl
         if others:
             raise AlreadyExistsError("another save to this path is running", site.url, found=others[0].name)
         claim = Claim.take(claim_path, save_id)
-    store.delete([name for name in leftover_names(store) if name != claim_path.name])
+    try:
+        store.delete([name for name in leftover_names(store) if name != claim_path.name])
+    except BaseException:
+        claim.release()
+        raise
     return site, claim
 
 
@@ -156,16 +165,30 @@ def _check_target(final: Path, overwrite: bool) -> None:
         raise AlreadyExistsError("the path is a file", str(final), remedy="Save under a new path")
     if not any(final.iterdir()):
         return
-    ours = (final / ROOT).is_file() and (final / MANIFEST).is_file()
-    if not ours:
+    foreign = _foreign_names(final)
+    if foreign:
         raise AlreadyExistsError(
-            "the path holds files that are not a checkpoint of functional_ckpt", str(final),
-            remedy="Save under a new path; what is not ours is never replaced",
+            "the path holds files that are not part of a checkpoint of functional_ckpt", str(final),
+            found=", ".join(foreign[:5]), remedy="Save under a new path; what is not ours is never replaced",
         )  # fmt: skip
     if not overwrite:
         raise AlreadyExistsError(
             "the path holds a checkpoint", str(final), remedy="Pass overwrite=True, or save under a new path"
         )
+
+
+def _foreign_names(final: Path) -> list[str]:
+    """Return what lies in a directory and is no part of the committed checkpoint there; everything if there is none."""
+    found = sorted(path.name for path in final.iterdir())
+    try:
+        data = (final / MANIFEST).read_bytes()
+        root = json.loads((final / ROOT).read_bytes())
+        if root["attributes"][FORMAT]["manifest"] != manifest_digest(data):
+            return found
+        nodes = {node_name(entry.spec.key) for entry in Manifest.from_json(data).arrays}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
+        return found
+    return [name for name in found if name not in (*nodes, ROOT, MANIFEST, PROVENANCE) and not is_claim_name(name)]
 
 
 def _rename(site: Site, durable: bool) -> None:
@@ -174,7 +197,7 @@ def _rename(site: Site, durable: bool) -> None:
         exchange_paths(work, final)
         if durable:
             sync_directory(final.parent)
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)  # published: what is left of the old one is for `sweep`
         return
     try:
         os.rename(work, final)  # onto nothing or an empty directory; anything else is refused by the system

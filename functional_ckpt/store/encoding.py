@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from json.encoder import encode_basestring_ascii
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -159,7 +160,11 @@ def array_metadata(spec: ArraySpec, layout: Layout) -> bytes:
     >>> json.loads(text)["dimension_names"]
     ['w:0']
     """
-    return _metadata_template(spec.shape, spec.dtype, layout).replace(_KEY, json.dumps(spec.key)[1:-1]).encode()
+    return (
+        _metadata_template(spec.shape, spec.dtype, layout)
+        .replace(_KEY, encode_basestring_ascii(spec.key)[1:-1])
+        .encode()
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -20,8 +20,9 @@ from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.save import ArrayPlan, ArrayWrite, SavePlan
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.flat import flat_runs
 from functional_ckpt.spec.sharding import Fragment
-from functional_ckpt.store.base import BLOCK_NBYTES, Store
+from functional_ckpt.store.base import BLOCK_NBYTES, PAGE_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.encoding import (
     Array,
@@ -130,20 +131,35 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Corr
     return None
 
 
-def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> Array:
-    """Return the cells of one chunk, clipped to the array: a view of mapped bytes where chunks are plain."""
+def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...], part: Box | None = None) -> Array:
+    """Return the cells of one chunk, clipped to the array: a view of mapped bytes where chunks are plain.
+
+    With `part` (in the chunk's coordinates) only those cells will be looked at, so that nothing else is fetched.
+    """
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     if is_raw(layout):
-        mapped = store.map(f"{node_name(spec.key)}/{chunk_name(index)}")
+        mapped = store.map(f"{node_name(spec.key)}/{chunk_name(index)}", _byte_ranges(spec, layout, part))
         if len(mapped) != _chunk_nbytes(layout):
-            raise CorruptionError(f"a stored chunk has a wrong size: {chunk_name(index)}", spec.key, None, spec.shape,
-                                  box.start, f"{_chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes")  # fmt: skip
+            raise CorruptionError(
+                f"a stored chunk has a wrong size: {chunk_name(index)}", spec.key, None, spec.shape, box.start,
+                f"{_chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes",
+            )  # fmt: skip
         whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
         clipped: Array = whole[region_of(box.start, box.start, box.stop)]
         return clipped
     from functional_ckpt.store.zarr import open_array, read_box
 
     return read_box(open_array(store, spec, layout), spec, box)
+
+
+def _byte_ranges(spec: ArraySpec, layout: Layout, part: Box | None) -> list[tuple[int, int]]:
+    """Return the bytes of a plain chunk that hold `part`; nothing where its rows are shorter than a page."""
+    if part is None:
+        return []
+    runs = flat_runs(layout.chunk, part)
+    if not runs or (runs[0][1] - runs[0][0]) * spec.itemsize < PAGE_NBYTES:
+        return []
+    return [(start * spec.itemsize, stop * spec.itemsize) for start, stop in runs]
 
 
 def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
@@ -262,11 +278,13 @@ def _chunk_reader(
         if into is not None and _is_direct(into, spec, layout):
             check_digest(entry, chunk.position, _read_direct(store, name, as_bytes(into), verify != "none"))
             return
-        values = read_chunk(store, spec, layout, index)
-        if verify == "full" or (whole and verify == "covered"):
+        cells = entry.grid.box(index)
+        part = piece.relative_to(cells)
+        all_of_it = verify == "full" or whole
+        values = read_chunk(store, spec, layout, index, None if all_of_it else part)
+        if all_of_it and verify != "none":
             check_digest(entry, chunk.position, digest(values))
-        start = entry.grid.box(index).start
-        buffer.put(target, region, values[region_of(start, piece.start, piece.stop)])
+        buffer.put(target, region, values[region_of((0,) * part.ndim, part.start, part.stop)])
 
     return read
 

@@ -12,7 +12,7 @@ from functional_ckpt.errors import (
     NotACheckpointError,
     ProblemError,
 )
-from functional_ckpt.plan.manifest import FORMAT, ArrayEntry, Manifest
+from functional_ckpt.plan.manifest import FORMAT, ArrayEntry, Manifest, check_version
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest
 from functional_ckpt.store.encoding import array_metadata, digest, node_name
@@ -20,7 +20,7 @@ from functional_ckpt.store.execute import check_chunk, check_digest, read_chunk
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
-__all__ = ["VerifyReport", "read_manifest", "verify"]
+__all__ = ["VerifyReport", "check_identity", "read_manifest", "verify"]
 
 _BUDGET_NBYTES = 2**30
 
@@ -67,11 +67,18 @@ def _committed_digest(store: Store) -> str:
         ours = json.loads(root)["attributes"]["functional_ckpt"]
         if ours["format"] != FORMAT:
             raise KeyError("format")
+        check_version(ours["version"])
         return str(ours["manifest"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise NotACheckpointError(
             "this Zarr group is not a checkpoint of functional_ckpt", store.url, remedy="Open it with zarr"
         ) from None
+
+
+def check_identity(store: Store, identity: object) -> None:
+    """Raise `CorruptionError` if another checkpoint has taken this one's place since `identity` was asked for."""
+    if store.identity() != identity:
+        raise CorruptionError("the checkpoint was replaced while it was read", store.url, remedy="Load it again")
 
 
 @attrs.frozen

@@ -8,10 +8,13 @@ from functional_ckpt.store.base import Store
 from functional_ckpt.store.claim import is_live
 from functional_ckpt.store.opening import local_path, open_store
 
-__all__ = ["leftover_names", "sweep"]
+__all__ = ["is_claim_name", "leftover_names", "sweep"]
 
 _SAVING = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(saving|claim)")
 _IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim")
+# How our canonical JSON begins: other people have files of these names too.
+_BEGINNINGS = {"manifest.json": b'{"aliases":[', "provenance.json": b'{"finished":'}
+_HEADER = b'{"attributes":{"functional_ckpt":'
 _CHUNK = re.compile(r"c(\.\d+)*(\.__lock)?")
 
 
@@ -39,7 +42,7 @@ def sweep(path: str | Path) -> tuple[str, ...]:
             continue
         shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
         removed.append(str(item))
-    claims = [item for item in root.glob(".*.claim") if _IN_PLACE.fullmatch(item.name)]
+    claims = [item for item in root.glob(".*.claim") if is_claim_name(item.name)]
     if claims and not any(is_live(claim) for claim in claims):
         removed += _sweep_in_place(open_store(root))
     return tuple(sorted(removed))
@@ -51,24 +54,44 @@ def _sweep_in_place(store: Store) -> tuple[str, ...]:
     return tuple(f"{store.url}/{name}" for name in names)
 
 
+def is_claim_name(name: str) -> bool:
+    """Tell whether a file is named as the claim of a save in marker mode.
+
+    Examples
+    --------
+    >>> is_claim_name(".0123456789abcdef.claim"), is_claim_name("a.claim")
+    (True, False)
+    """
+    return _IN_PLACE.fullmatch(name) is not None
+
+
+def _is_ours(store: Store, name: str) -> bool:
+    return _begins(store.read(name) or b"", _BEGINNINGS[name])
+
+
+def _begins(data: bytes, beginning: bytes) -> bool:
+    """Tell whether `data` begins so, or was torn off within it."""
+    return beginning.startswith(data[: len(beginning)])
+
+
 def leftover_names(store: Store) -> list[str]:
     """Return the objects that a save in marker mode wrote, if no root was ever published there; else none.
 
-    Our objects are manifest and provenance, claims, and nodes of which every object has the name of a chunk or
-    of array metadata that carries our attribute.
+    Our objects are manifest and provenance (whole or torn), claims, and nodes of which every object has the name of a
+    chunk or of array metadata that carries our attribute, or is torn.
     """
     names = sorted(store.names())
     if "zarr.json" in names:
-        return [name for name in names if _IN_PLACE.fullmatch(name)]
+        return [name for name in names if is_claim_name(name)]
     nodes: dict[str, list[str]] = {}
     for name in names:
         node, _, leaf = name.rpartition("/")
         if node and "/" not in node:
             nodes.setdefault(node, []).append(leaf)
-    found = [name for name in names if name in ("manifest.json", "provenance.json") or _IN_PLACE.fullmatch(name)]
+    found = [name for name in names if is_claim_name(name) or (name in _BEGINNINGS and _is_ours(store, name))]
     for node, leaves in nodes.items():
         if all(_CHUNK.fullmatch(leaf) or leaf == "zarr.json" for leaf in leaves):
             header = store.read(f"{node}/zarr.json")
-            if header is None or b'"functional_ckpt"' in header:
+            if header is None or _begins(header, _HEADER) or b'"functional_ckpt"' in header:
                 found += [f"{node}/{leaf}" for leaf in leaves]
     return found

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import tensorstore as ts
 
-from functional_ckpt.errors import AlreadyExistsError, CorruptionError
+from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
@@ -71,7 +71,7 @@ class MemoryStore:
         data = self.read(name)
         return None if data is None else len(data)
 
-    def map(self, name: str) -> memoryview:
+    def map(self, name: str, ranges: Sequence[tuple[int, int]] = ()) -> memoryview:
         """Return a copy of an object."""
         data = self.read(name)
         if data is None:
@@ -87,6 +87,10 @@ class MemoryStore:
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
         yield from (key.decode() for key in self._kv().list().result())
+
+    def identity(self) -> object:
+        """Return None: a checkpoint in memory is never replaced."""
+        return None
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
@@ -132,7 +136,16 @@ def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: 
 
 
 def read_box(array: ts.TensorStore, spec: ArraySpec, box: Box) -> Array:
-    """Return a region as a new numpy array."""
-    with storage_errors("reading", spec.key):
-        values: Array = array[box.slices].read().result()
+    """Return a region as a new numpy array; bytes that no codec understands are a `CorruptionError`."""
+    try:
+        with storage_errors("reading", spec.key):
+            values: Array = array[box.slices].read().result()
+    except StorageError as error:
+        if not any(
+            status in str(error.found)
+            for status in ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOUND")
+        ):
+            raise
+        raise CorruptionError("a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,
+                              "Restore the file, or load another checkpoint") from error  # fmt: skip
     return np.asarray(values, order="C").view(numpy_dtype(spec.dtype))

@@ -108,7 +108,17 @@ class TorchLeaves:
             leaf = _allocated(leaf, device)
         elif leaf.is_conj() or leaf.is_neg():
             raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(leaf.shape))
+        elif any(step == 0 and n > 1 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
+            raise SpecError("an expanded tensor has too little memory to be filled", key, rank, tuple(leaf.shape),
+                            remedy="Pass a contiguous copy")  # fmt: skip
         return Target(self._held(key, leaf, rank), lambda: leaf)
+
+    def blueprint(self, leaf: Any) -> Hashable | None:
+        """Return type, shape, data type, mesh and placements of a meta tensor."""
+        if not leaf.is_meta:
+            return None
+        mesh = (leaf.device_mesh, leaf.placements) if isinstance(leaf, DTensor) else None
+        return type(leaf), leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad, mesh
 
     def empty(self, leaf: Any, spec: ArraySpec) -> torch.Tensor:
         """Return a new tensor on the CPU."""
@@ -178,9 +188,10 @@ def _buffer(tensor: torch.Tensor) -> Buffer:
 
 def _check_type(key: str, leaf: torch.Tensor) -> None:
     plain = isinstance(leaf, DTensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if not plain or leaf.layout is not torch.strided or leaf.is_quantized:
+    if not plain or leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+        shape = None if leaf.is_nested else tuple(leaf.shape)
         raise UnsupportedLeafError(
-            "a tensor of this kind has no representation", key, None, tuple(leaf.shape), None,
+            "a tensor of this kind has no representation", key, None, shape, None,
             "a dense torch.Tensor, Parameter, Buffer or DTensor", f"{type(leaf).__qualname__}, {leaf.layout}",
             "Convert it to dense tensors (indices, values, scales) before saving",
         )  # fmt: skip
