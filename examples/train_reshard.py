@@ -196,8 +196,12 @@ def run(layout: str, folder: Path) -> None:
     else:
         resume(layout, folder)
     if distributed:
-        dist.barrier()  # or gloo's threads may still free the last tensors while Python shuts down
+        dist.barrier()
         dist.destroy_process_group()
+        sys.stdout.flush()
+        # Gloo's threads outlive the group, and may still be freeing the last tensors: if Python
+        # shut down meanwhile, they would abort the process.
+        os._exit(0)
 
 
 def main(sizes: dict[str, int], folder: Path) -> None:

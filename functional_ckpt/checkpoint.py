@@ -226,6 +226,8 @@ def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tu
         low, high = min(picked[0], picked[-1]), max(picked[0], picked[-1]) + 1
         return low, high, slice(None, None, picked.step)
     try:
+        if isinstance(item, bool):  # a mask to numpy, though Python takes it for an int
+            raise TypeError
         at = range(extent)[item]
     except TypeError:
         raise ShapeError("only ints, slices and ... index a stored array", key, None, shape, None, None, repr(item),

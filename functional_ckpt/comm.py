@@ -109,7 +109,7 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
     except Exception as error:
         raise RankFailedError(
             "the group of ranks broke while they agreed", None, gather.rank, found=str(error),
-            remedy="A peer died or did not answer within the policy's timeout; nothing was published",
+            remedy="A peer died or did not answer within the policy's timeout_s",
         ) from (cause or error)  # fmt: skip
     if cause is not None and not isinstance(cause, Exception):
         raise cause

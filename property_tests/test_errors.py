@@ -7,9 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_ckpt import errors
-from functional_ckpt.errors import CheckpointError, CheckpointErrors, ProblemError, raise_problems
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointErrors,
+    GapError,
+    OverlapError,
+    ProblemError,
+    raise_problems,
+)
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.save import plan_save
+from functional_ckpt.spec.sharding import World
 from functional_ckpt.testing import strategies as fst
 
 PROBLEMS = [
@@ -114,16 +122,34 @@ def test_groups_split_into_groups_of_their_type(group):
     assert rest is None or type(rest) is CheckpointErrors
 
 
-FAULTS = fst.array_specs("w", fst.shapes(min_side=1)).flatmap(fst.shardings).flatmap(fst.corruptions)
+def faults(key="w"):
+    full = fst.array_specs(key, fst.shapes(min_side=1))
+    return full.flatmap(fst.shardings).flatmap(fst.corruptions)
 
 
-@given(FAULTS)
-def test_x1_a_single_fault_is_named(fault):
+def found_in(world):
+    """Return the problems of a world that has some."""
     with pytest.raises(CheckpointError) as caught:
-        plan_save(fault.world, LayoutPolicy(), "declared")
+        plan_save(world, LayoutPolicy(), "declared")
     error = caught.value
-    found = error.exceptions if isinstance(error, CheckpointErrors) else [error]
+    return list(error.exceptions) if isinstance(error, CheckpointErrors) else [error]
+
+
+@given(faults())
+def test_x1_a_single_fault_is_named(fault):
+    found = found_in(fault.world)
     matching = [e for e in found if type(e) is fault.error and e.key == fault.key]
     assert matching
     assert fault.rank is None or any(fault.rank in e.rank for e in matching)
     assert all(e.key == fault.key for e in found)
+    if fault.error is OverlapError:
+        # What lies in a wrong place is missing from the right one; both are told.
+        assert [type(e) for e in found] == [OverlapError, GapError]
+
+
+@given(faults("a"), faults("b"))
+def test_x1_two_faults_are_named_at_once(one, other):
+    size = max(one.world.size, other.world.size)
+    ranks = [[s for w in (one.world, other.world) if r < w.size for s in w.ranks[r]] for r in range(size)]
+    found = found_in(World(ranks))
+    assert {(one.error, "a"), (other.error, "b")} <= {(type(e), e.key) for e in found}

@@ -103,12 +103,13 @@ def test_e2_map_leaves_visits_each_leaf_once_and_keeps_the_containers(tree):
 def test_paths_that_contradict_each_other_are_refused(tree, data):
     leaves = flatten(tree)
     path, leaf = data.draw(st.sampled_from(leaves))
-    with pytest.raises(DuplicateKeyError):
+    with pytest.raises(DuplicateKeyError, match="occurs twice"):
         unflatten((*leaves, (path, leaf)))
-    with pytest.raises(DuplicateKeyError):
-        unflatten((*leaves, ((*path, "below"), leaf)))
-    with pytest.raises(DuplicateKeyError):
-        unflatten(((("a", 0), leaf), (("a", "b"), leaf)))
+    for order in (1, -1):
+        with pytest.raises(DuplicateKeyError, match="both a leaf and a container"):
+            unflatten((*leaves, ((*path, "below"), leaf))[::order])
+        with pytest.raises(DuplicateKeyError, match="both a list and a dict"):
+            unflatten(((("a", 0), leaf), (("a", "b"), leaf))[::order])
 
 
 @given(st.integers(0, 4), st.integers(1, 4))

@@ -1,6 +1,7 @@
 """Everything the documentation shows is run: snippets by file, the README's blocks in order."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,15 @@ from functional_ckpt import errors
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SNIPPETS = DOCS / "snippets"
+FIGURES = DOCS / "figures"
 PAGES = sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-INCLUDE = re.compile(r'^--8<-- "([^":]+)(?::([a-z_0-9:]+))?"$', re.MULTILINE)
+# On one line, or, where ruff would format the line as Python, as a block.
+INCLUDE = re.compile(r'^--8<--(?: "|\n)([^":\n]+)(?::([a-z_0-9:]+))?(?:"|\n--8<--)$', re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 INCLUDED = [(page, *found) for page in PAGES for found in INCLUDE.findall(page.read_text())]
-SCRIPTS = sorted(path for path in SNIPPETS.iterdir() if path.suffix in (".py", ".sh"))
+SCRIPTS = sorted(p for p in SNIPPETS.iterdir() if p.suffix in (".py", ".sh") and p.name != "look_saved.py")
 README = (ROOT / "README.md").read_text()
 README_BLOCKS = [code for language, code in FENCE.findall(README) if language == "python"]
 
@@ -41,7 +44,7 @@ def test_pages_hold_no_code_of_their_own(page):
 
 @pytest.mark.parametrize(("page", "name", "part"), INCLUDED, ids=lambda value: str(getattr(value, "stem", value)))
 def test_includes_exist(page, name, part):
-    text = (SNIPPETS / name).read_text()
+    text = ((FIGURES if name.endswith(".svg") else SNIPPETS) / name).read_text()
     if part and not re.fullmatch(r"\d*:\d*", part):
         assert f"[start:{part}]" in text
         assert f"[end:{part}]" in text
@@ -49,7 +52,19 @@ def test_includes_exist(page, name, part):
 
 def test_every_snippet_is_shown():
     shown = {name for _, name, _ in INCLUDED}
-    assert {path.name for path in SNIPPETS.iterdir()} - shown == {"look_saved.py"}  # what the look_* look into
+    hidden = {path.name for path in SNIPPETS.iterdir() if path.is_file()} - shown
+    assert hidden == {
+        "look_saved.py",
+        "look_bfloat16.out",
+        "per_rank.out",
+        "verify.out",
+    }  # the first is what look_* look into
+
+
+def test_figures_are_drawn_from_the_plans_of_today():
+    figures = runpy.run_path(str(FIGURES / "make.py"))["FIGURES"]
+    for name, draw in figures.items():
+        assert draw() == (FIGURES / name).read_text(), "run docs/figures/make.py"
 
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if "torchrun" not in s.name], ids=lambda script: script.name)

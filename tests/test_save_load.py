@@ -23,7 +23,6 @@ from functional_ckpt import (
 from functional_ckpt.errors import CheckpointWarning, NotImplementedYet, SaveCancelledError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.testing.simulate import run_ranks
 
 
 @pytest.fixture
@@ -81,7 +80,9 @@ def test_durability_and_commit_modes(durability, commit, tmp_path, plain_tree, s
 
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file, real=os.fsync: (synced.append(file), real(file))[1])
-    monkeypatch.setattr(files, "_sync_file_system", lambda path, real=files._sync_file_system: (synced.append(path), real(path))[1])
+    monkeypatch.setattr(
+        files, "_sync_file_system", lambda path, real=files._sync_file_system: (synced.append(path), real(path))[1]
+    )
     save(plain_tree(1), tmp_path / "a", policy=SavePolicy(durability=durability, commit=commit))
     same(load(zeros_like(plain_tree(1)), tmp_path / "a"), plain_tree(1))
     assert bool(synced) == (durability != "none")
@@ -338,7 +339,8 @@ def test_rename(saved, plain_tree, same):
     ("stored", "wanted", "rule"),
     [
         ("f4", "f8", "same_kind"), ("f8", "f4", "same_kind"), ("i4", "f4", "same_kind"), ("?", "i8", "same_kind"),
-        ("u1", "i1", "same_kind"), ("f4", "c8", "same_kind"), ("i8", "u1", "any"), ("f4", "i4", "any"), ("f8", "?", "any"),
+        ("u1", "i1", "same_kind"), ("f4", "c8", "same_kind"), ("i8", "u1", "any"), ("f4", "i4", "any"), ("f8", "?",
+        "any"),
     ],
 )  # fmt: skip
 def test_casts(stored, wanted, rule, tmp_path, fast, problems_of):

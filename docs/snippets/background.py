@@ -23,7 +23,7 @@ while not pending.done():
 pending.result()
 
 # --8<-- [start:sweep]
-# At start-up, before the first save: what earlier processes left unfinished in this directory.
+# At start-up, before the first save: what dead processes left unfinished here.
 removed = functional_ckpt.sweep(".")
 print(removed)
 # --8<-- [end:sweep]

@@ -1,16 +1,19 @@
+# ruff: noqa: E402 - each part of a page has the imports that it needs
 # --8<-- [start:box]
 from functional_ckpt import ArraySpec, Box, ShardSpec, World
 
 rows = Box((0, 0), (2, 4))  # cells [0:2, 0:4]
 columns = Box((0, 1), (3, 3))
-print(rows.intersect(columns), rows.subtract(columns))
+print(rows.intersect(columns))
+print(*rows.subtract(columns))
 # --8<-- [end:box]
 
 # --8<-- [start:shard]
 from functional_ckpt.spec.sharding import fragments
 
 w = ArraySpec("model.w", (4, 4), "float32")
-shard = ShardSpec(w, Box((0, 0), (2, 4)), flat=(3, 8))  # elements 3 to 8 of the flattened upper half
+upper = Box((0, 0), (2, 4))
+shard = ShardSpec(w, upper, flat=(3, 8))  # elements 3 to 8 of the flattened box
 for fragment in fragments(shard):
     print(fragment.box, "at element", fragment.run)
 # --8<-- [end:shard]
@@ -31,8 +34,10 @@ import numpy as np
 
 import functional_ckpt
 
-manifest = functional_ckpt.save({"model": {"w": np.ones((4, 4), "f4")}, "step": 3}, "checkpoint")
+state = {"model": {"w": np.ones((4, 4), "f4")}, "step": 3}
+manifest = functional_ckpt.save(state, "checkpoint")
 (entry,) = manifest.arrays
-print(entry.spec, entry.layout.chunk, entry.digests.hex())
+print(entry.spec, entry.layout.chunk)
+print(entry.digests.hex())
 assert manifest == functional_ckpt.read_manifest("checkpoint")
 # --8<-- [end:manifest]

@@ -8,8 +8,9 @@ loader = {"epoch": 2, "position": 1700, "order": np.arange(4)}
 functional_ckpt.save({"loader": PerRank(loader)}, "checkpoint")
 # --8<-- [end:save]
 
+
 # --8<-- [start:load]
-# `values` are those of all ranks that saved; each of `size` loading ranks makes its own from them.
+# `values` are those of all ranks that saved; each of `size` ranks makes its own of them.
 def deal(values, rank, size):
     return values[rank % len(values)]
 

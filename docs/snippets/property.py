@@ -2,7 +2,8 @@
 from hypothesis import given
 
 from functional_ckpt import ArraySpec, Box, ShardSpec
-from functional_ckpt.testing import laws, strategies as fst
+from functional_ckpt.testing import laws
+from functional_ckpt.testing import strategies as fst
 
 
 def my_shards(shape, ranks):
@@ -11,7 +12,8 @@ def my_shards(shape, ranks):
     array = ArraySpec("w", shape, "float32")
     for rank in range(ranks):
         low, high = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
-        yield rank, [ShardSpec(array, Box((low, *(0 for _ in shape[1:])), (high, *shape[1:])))]
+        start = (low, *(0 for _ in shape[1:]))
+        yield rank, [ShardSpec(array, Box(start, (high, *shape[1:])))]
 
 
 @given(fst.shapes(min_rank=1), fst.meshes(max_axes=1))
@@ -25,7 +27,8 @@ test_rows_tile_the_array()
 # --8<-- [start:problem]
 w = ArraySpec("w", (4, 2), "float32")
 try:
-    laws.check_tiles({0: [ShardSpec(w, Box((0, 0), (2, 2)))], 1: [ShardSpec(w, Box((3, 0), (4, 2)))]})
+    first, second = Box((0, 0), (2, 2)), Box((3, 0), (4, 2))
+    laws.check_tiles({0: [ShardSpec(w, first)], 1: [ShardSpec(w, second)]})
 except AssertionError as error:
     print(error)
 # --8<-- [end:problem]

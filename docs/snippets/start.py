@@ -14,7 +14,7 @@ functional_ckpt.save(state, "checkpoint", attributes={"run": "first"})
 # --8<-- [start:load]
 like = {
     "model": {"w": np.empty((3, 4), "float32")},  # filled in place
-    "optim": {"lr": None, "betas": None},  # plain values are replaced, whatever stands there
+    "optim": {"lr": None, "betas": None},  # values are replaced
     "step": None,
 }
 state = functional_ckpt.load(like, "checkpoint")

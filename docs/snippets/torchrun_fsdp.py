@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - each part of a page has the imports that it needs
 # --8<-- [start:save]
 # torchrun --nproc-per-node=2 train.py
 import torch
@@ -10,20 +11,20 @@ import functional_ckpt
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.randn(8, 64)).sum().backward()
 optimizer.step()
 
-model_state, optim_state = get_state_dict(model, optimizer)  # DTensors, keyed by parameter name
+model_state, optim_state = get_state_dict(model, optimizer)  # DTensors, by name
 state = {
     "model": model_state,
     "optim": optim_state,
     "step": 1,
-    "rng": functional_ckpt.PerRank(torch.get_rng_state()),  # rightly differs from rank to rank
+    "rng": functional_ckpt.PerRank(torch.get_rng_state()),  # rightly differs
 }
-functional_ckpt.save(state, "checkpoint")  # every rank calls it; every rank returns together
+functional_ckpt.save(state, "checkpoint")  # every rank calls it
 # --8<-- [end:save]
 saved = {key: tensor.full_tensor() for key, tensor in model_state.items()}
 with torch.no_grad():
@@ -39,7 +40,12 @@ like = {
     "rng": functional_ckpt.PerRank(torch.get_rng_state()),
 }
 state = functional_ckpt.load(like, "checkpoint")
-set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+set_state_dict(
+    model,
+    optimizer,
+    model_state_dict=state["model"],
+    optim_state_dict=state["optim"],
+)
 torch.set_rng_state(state["rng"].value)
 # --8<-- [end:load]
 for key, tensor in get_state_dict(model, optimizer)[0].items():

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - each part of a page has the imports that it needs
 # --8<-- [start:flip]
 import numpy as np
 
@@ -13,10 +14,12 @@ print(report.ok, report.problems[0].key, report.problems[0].what)
 # --8<-- [start:covered]
 from functional_ckpt.spec.sharding import from_rank_offsets
 
-left = {"w": from_rank_offsets("w", "float32", (4, 1), (1, 0, 2))}  # half of every row: part of the chunk
-functional_ckpt.load(left, "checkpoint")  # "covered": a chunk read in part is not checked
+# Half of every row: a part of the chunk.
+left = {"w": from_rank_offsets("w", "float32", (4, 1), (1, 0, 2))}
+functional_ckpt.load(left, "checkpoint")  # "covered": not checked, no error
 try:
-    functional_ckpt.load(left, "checkpoint", policy=functional_ckpt.LoadPolicy(verify="full"))
+    policy = functional_ckpt.LoadPolicy(verify="full")
+    functional_ckpt.load(left, "checkpoint", policy=policy)
 except functional_ckpt.errors.CorruptionError as error:
     print(error.what)
 # --8<-- [end:covered]

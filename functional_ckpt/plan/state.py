@@ -119,11 +119,16 @@ def _world(states: Sequence[LocalState], tied: Mapping[str, str]) -> World:
             if leaf.is_copy:
                 main.setdefault(leaf.key, rank)
 
-    def renumbered(rank: int, shard: ShardSpec) -> ShardSpec:
-        first = main.get(shard.key, 0)
-        return attrs.evolve(shard, replica_id=rank - first) if first else shard
+    later = {key: first for key, first in main.items() if first}
+    if not later and not tied:
+        return World(state.shards for state in states)
+    return World(
+        [_renumbered(s, rank, later) for s in state.shards if s.key not in tied] for rank, state in enumerate(states)
+    )
 
-    return World([renumbered(rank, s) for s in state.shards if s.key not in tied] for rank, state in enumerate(states))
+
+def _renumbered(shard: ShardSpec, rank: int, first: Mapping[str, int]) -> ShardSpec:
+    return attrs.evolve(shard, replica_id=rank - first[shard.key]) if shard.key in first else shard
 
 
 def _merged_leaves(states: Sequence[LocalState], problems: list[ProblemError]) -> tuple[ArrayLeaf, ...]:

@@ -51,12 +51,11 @@ def is_node(value: object) -> bool:
     >>> is_node({"a": 1}), is_node((1, 2)), is_node([])
     (True, False, False)
     """
-    return bool(_is_dict(value) or type(value) is list) and len(value) > 0  # type: ignore[arg-type]
-
-
-def _is_dict(value: object) -> bool:
-    kind = type(value)
-    return kind is dict or kind is OrderedDict or (isinstance(value, dict) and hasattr(value, "default_factory"))
+    if type(value) is list:
+        return len(value) > 0
+    if not isinstance(value, dict) or not value:
+        return False
+    return type(value) in (dict, OrderedDict) or hasattr(value, "default_factory")
 
 
 def key_of(path: Path) -> str:

@@ -43,7 +43,18 @@ class Claim:
         system has no locks it says so, and counts as live until somebody removes it.
         """
         new = path.with_name(path.name + ".new")
-        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        claim = cls(new, os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        try:
+            claim._fill(save_id)
+            new.rename(path)
+        except BaseException:
+            claim.release()
+            raise
+        claim.path = path
+        return claim
+
+    def _fill(self, save_id: str) -> None:
+        file = self._file or 0
         locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -52,8 +63,6 @@ class Claim:
                 raise
             locked = False
         os.write(file, json.dumps({"save_id": save_id, "pid": os.getpid(), "locked": locked}).encode())
-        new.rename(path)
-        return cls(path, file)
 
     def release(self) -> None:
         """Remove the claim, then drop its lock: in this order nobody finds an unlocked live claim."""

@@ -10,8 +10,8 @@ from functional_ckpt.store.opening import local_path, open_store
 
 __all__ = ["is_claim_name", "leftover_names", "sweep"]
 
-_SAVING = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(saving|claim)")
-_IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim")
+_SAVING = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(saving|claim|claim\.new)")
+_IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim(\.new)?")
 # How our canonical JSON begins: other people have files of these names too.
 _BEGINNINGS = {"manifest.json": b'{"aliases":[', "provenance.json": b'{"finished":'}
 _HEADER = b'{"attributes":{"functional_ckpt":'
@@ -40,9 +40,11 @@ def sweep(path: str | Path) -> tuple[str, ...]:
         match = _SAVING.fullmatch(item.name)
         if match is None or is_live(root / f".{match['name']}.{match['id']}.claim"):
             continue
+        if item.name.endswith(".new") and is_live(item):  # a claim that is just being made
+            continue
         shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
         removed.append(str(item))
-    claims = [item for item in root.glob(".*.claim") if is_claim_name(item.name)]
+    claims = [item for item in root.glob(".*.claim*") if is_claim_name(item.name)]
     if claims and not any(is_live(claim) for claim in claims):
         removed += _sweep_in_place(open_store(root))
     return tuple(sorted(removed))

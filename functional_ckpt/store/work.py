@@ -1,15 +1,18 @@
 """Many small and few large pieces of work on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from threading import Thread
 
 import attrs
 
 __all__ = ["Work", "run_all", "thread_count"]
 
-# Smaller pieces spend their time in Python, where threads would only wait for one another.
+# Below this a piece is mostly system calls and Python; threads then begin at opposite ends of the pile.
 _SMALL_NBYTES = 256 * 2**10
+# Fewer small pieces than this are done before a thread has started.
+_FEW = 128
 
 
 @attrs.frozen(eq=False)
@@ -26,10 +29,10 @@ def thread_count() -> int:
 
 
 def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], None] | None = None) -> list[object]:
-    """Run all `work` and return the results in order; the first failure cancels what has not begun.
+    """Run all `work` and return the results in order; after the first failure nothing more begins.
 
-    Large pieces run on a few threads, at most `budget_nbytes` of them at a time (one, if it is larger than that);
-    small ones run on this thread meanwhile.
+    Every thread does one piece at a time, and there are only as many threads as `budget_nbytes` allows of the largest
+    piece (at least one).
 
     Examples
     --------
@@ -37,42 +40,33 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     ['a', 'b']
     """
     pieces = list(work)
-    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= _SMALL_NBYTES]
     results: list[object] = [None] * len(pieces)
+    failures: list[BaseException] = []
+    small = [i for i, piece in enumerate(pieces) if piece.nbytes < _SMALL_NBYTES]
+    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= _SMALL_NBYTES]
+    largest = max((pieces[i].nbytes for i in large), default=1)
 
-    def run(i: int) -> None:
-        results[i] = pieces[i].call()
-        if on_bytes is not None:
-            on_bytes(pieces[i].nbytes)
-
-    if len(large) <= 1:
-        for i in range(len(pieces)):
-            run(i)
-        return results
-    with ThreadPoolExecutor(thread_count(), thread_name_prefix="functional_ckpt") as pool:
+    def drain(order: Iterator[int]) -> None:
         try:
-            waiting = _submit(pool, run, large, pieces, budget_nbytes)
-            for i, piece in enumerate(pieces):
-                if piece.nbytes < _SMALL_NBYTES:
-                    run(i)
-            for future in waiting:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+            for i in order:
+                if failures:
+                    return
+                results[i] = pieces[i].call()
+                if on_bytes is not None:
+                    on_bytes(pieces[i].nbytes)
+        except BaseException as error:
+            failures.append(error)
+
+    # Each list has one iterator for all threads: taking the next item of it is atomic.
+    todo_small, todo_large = iter(small), iter(large)
+    useful = len(large) + len(small) // _FEW
+    count = min(thread_count(), useful, max(1, budget_nbytes // largest))
+    helpers = [Thread(target=drain, args=(chain(todo_large, todo_small),)) for _ in range(count - 1)]
+    for helper in helpers:
+        helper.start()
+    drain(chain(todo_small, todo_large))
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
     return results
-
-
-def _submit(
-    pool: ThreadPoolExecutor, run: Callable[[int], None], large: list[int], pieces: list[Work], budget_nbytes: int
-) -> list[Future[None]]:
-    """Submit the large pieces, as many at a time as the budget allows."""
-    running: dict[Future[None], int] = {}
-    for i in large:
-        while running and sum(running.values()) + pieces[i].nbytes > budget_nbytes:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                future.result()
-                del running[future]
-        running[pool.submit(run, i)] = pieces[i].nbytes
-    return list(running)

@@ -202,7 +202,7 @@ def _lie(draw: DrawFn, document: dict[str, Any]) -> None:
     elif act == "repeat" and isinstance(place, list):
         place.append(place[item])
     else:
-        place[item] = draw(json_values() | st.sampled_from([2**61, -1, 2**70, "int8", "\ud800", [[]], {}]))
+        place[item] = draw(json_values() | st.sampled_from([2**61, -1, 2**70, "int8", "00", "\ud800", [[]], {}]))
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:

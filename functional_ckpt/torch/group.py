@@ -54,8 +54,7 @@ class TorchGather:
 
     rank: int
     size: int
-    gloo: Any
-    _notes: "_Notes"
+    _line: "_Line"
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank.
@@ -65,21 +64,12 @@ class TorchGather:
         RankFailedError
             If a rank died, does not answer in time, or has a value that cannot be pickled; names it.
         """
-        texts = self._notes.watch(lambda: self._exchange(_pickled(value)))
+        texts = self._line.exchange(_pickled(value))
         found = [pickle.loads(text) for text in texts]  # noqa: S301 - from our own ranks, never from storage
         for rank, (picklable, answer) in enumerate(found):
             if not picklable:
                 raise RankFailedError("a rank holds what cannot travel to the others", None, rank, found=answer)
         return [answer for _, answer in found]
-
-    def _exchange(self, text: bytes) -> list[bytes]:
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        self.gloo.allgather([lengths], [torch.tensor([len(text)])]).wait()
-        longest = max(int(n) for n in lengths)
-        padded = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.gloo.allgather([parts], [padded]).wait()
-        return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
 
 
 def _pickled(value: Any) -> bytes:
@@ -110,30 +100,51 @@ class _Link:
         while self._store.check([f"{self._number}/broken"]):
             self._number, self._open = self._number + 1, None
         if self._open is None:
-            store = PrefixStore(str(self._number), self._store)
-            notes = _Notes(store, self._rank, self._size)
-            timeout = timedelta(seconds=self._timeout_s)
-            gloo = notes.watch(lambda: dist.ProcessGroupGloo(store, self._rank, self._size, timeout))
-            self._open = TorchGather(self._rank, self._size, gloo, notes)
+            line = _Line(PrefixStore(str(self._number), self._store), self._rank, self._size)
+            line.connect(self._timeout_s)
+            self._open = TorchGather(self._rank, self._size, line)
         return self._open
 
 
 @attrs.define(eq=False)
-class _Notes:
-    """Each rank's note in the store of how many steps it has come to, so that the missing one can be named."""
+class _Line:
+    """Gloo connections; each rank notes in the store how many steps it has come to, so that a missing one is named."""
 
     store: Any
     rank: int
     size: int
+    gloo: Any = None
     step: int = 0
 
-    def watch(self, communicate: Callable[[], T]) -> T:
-        """Call `communicate`; if it fails, say who is missing and that these connections are of no more use."""
+    def connect(self, timeout_s: float) -> None:
+        """Meet the other ranks."""
+        timeout = timedelta(seconds=timeout_s)
+        self.gloo = self._watch(lambda: dist.ProcessGroupGloo(self.store, self.rank, self.size, timeout))
+
+    def exchange(self, text: bytes) -> list[bytes]:
+        """Return the texts of all ranks."""
+        return self._watch(lambda: self._exchange(text))
+
+    def _exchange(self, text: bytes) -> list[bytes]:
+        if self.gloo is None:
+            raise ConnectionError("broken by an earlier failure")
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        self.gloo.allgather([lengths], [torch.tensor([len(text)])]).wait()
+        longest = max(int(n) for n in lengths)
+        padded = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.gloo.allgather([parts], [padded]).wait()
+        return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
+
+    def _watch(self, communicate: Callable[[], T]) -> T:
+        """Call `communicate`; if it fails, hang up, and say who is missing."""
         try:
             self.step += 1
             self.store.set(f"at/{self.rank}", str(self.step))
             return communicate()
         except Exception as error:
+            # Hanging up passes the news on at once: only neighbours in gloo's ring feel that a rank has died.
+            self.gloo = None
             absent = tuple(self._absent())
             raise RankFailedError(
                 "the group of ranks broke while they agreed", None, absent or None, found=_first_line(error),

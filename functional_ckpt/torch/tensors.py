@@ -36,7 +36,7 @@ def host_view(tensor: torch.Tensor) -> Array:
     if name in BITS:
         words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
         return words.view(numpy_dtype(name))
-    plain: Array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+    plain: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
     return plain
 
 
@@ -133,7 +133,7 @@ class TorchLeaves:
             empty = (local.untyped_storage()._cdata, spec.shape, spec.dtype, leaf.placements)
             identity = _identity(local, leaf.placements) if local.numel() else empty
             return HeldArray(spec, _placed_parts(spec, leaf, local), False, identity)
-        plain = leaf.detach()
+        plain = leaf.detach() if leaf.requires_grad else leaf
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
         shard = ShardSpec(spec, spec.box, rank)
@@ -183,11 +183,11 @@ def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
-    return HostBuffer(host_view(tensor)) if tensor.device.type == "cpu" else DeviceBuffer(tensor)
+    return HostBuffer(host_view(tensor)) if tensor.is_cpu else DeviceBuffer(tensor)
 
 
 def _check_type(key: str, leaf: torch.Tensor) -> None:
-    plain = isinstance(leaf, DTensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    plain = type(leaf) in _PLAIN_TYPES or isinstance(leaf, DTensor)
     if not plain or leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
         shape = None if leaf.is_nested else tuple(leaf.shape)
         raise UnsupportedLeafError(
@@ -209,10 +209,12 @@ def _dtype_name(key: str, leaf: torch.Tensor) -> str:
 
 
 def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
-    if tensor.is_meta or not tensor.numel():
+    address = tensor.data_ptr()
+    if not address:  # meta tensors and empty ones
         return id(tensor)
-    place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    place = (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
     return (*place, tensor.is_conj(), tensor.is_neg(), *map(str, placements))
 
 
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 TORCH_LEAVES = TorchLeaves()

@@ -2,14 +2,13 @@
 
 import pytest
 
-pytest.importorskip("torch")
-
 from tests.mp.launch import Ranks
 
 
 @pytest.fixture(scope="session")
 def four():
     """Four ranks."""
+    pytest.importorskip("torch")
     ranks = Ranks(4)
     yield ranks
     ranks.close()
@@ -18,6 +17,7 @@ def four():
 @pytest.fixture(scope="session")
 def two():
     """Two ranks."""
+    pytest.importorskip("torch")
     ranks = Ranks(2)
     yield ranks
     ranks.close()

@@ -118,12 +118,10 @@ class Ranks:
             return Outcome(rank, dead=True)
 
     def _give_up(self, ranks, name, limit_s):
-        stacks = []
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
-        for rank in ranks:
-            stacks.append(f"--- rank {rank} ---\n{self._log(rank).read_text()[-6000:]}")
+        stacks = [f"--- rank {rank} ---\n{self._log(rank).read_text()[-6000:]}" for rank in ranks]
         self._whole = False
         for process in self._processes:
             process.kill()
@@ -156,6 +154,9 @@ def _serve(rank, pipe, log):
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     import torch
+
+    import functional_ckpt.store.zarr
+    import functional_ckpt.torch.tensors  # noqa: F401 - what takes seconds to import is no part of any test's time
 
     torch.set_num_threads(1)
     os.environ["TEST_RANK"] = str(rank)
@@ -226,9 +227,8 @@ def same(found, expected, what=""):
 
     if isinstance(expected, DTensor):
         found, expected = found.to_local(), expected.to_local()
-    words = (found.detach().contiguous().view(torch.uint8), expected.detach().contiguous().view(torch.uint8)) \
-        if found.ndim else (found, expected)  # fmt: skip
     facts = f"{what} on rank {os.environ.get('TEST_RANK')}: {found} is not {expected}"
     assert found.shape == expected.shape, facts
     assert found.dtype == expected.dtype, facts
-    assert torch.equal(*words), facts
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found, expected))
+    assert torch.equal(one, other), facts

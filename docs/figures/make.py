@@ -1,0 +1,112 @@
+"""Draw the figures from real plans: ``python docs/figures/make.py`` writes the SVG files beside this one.
+
+Colours stand for ranks. Run it again when the layout ladder changes; a test says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from functional_ckpt import ArraySpec, Box, LayoutPolicy, ShardSpec, World
+from functional_ckpt.plan.layout import ChunkGrid, Layout, choose_layout
+from functional_ckpt.plan.load import plan_load
+from functional_ckpt.plan.manifest import DIGEST_NBYTES, ArrayEntry
+from functional_ckpt.plan.save import plan_save
+
+COLOURS = ("#5c6bc0", "#26a69a", "#ffa726", "#ec407a")
+LINE = 'fill="none" stroke="currentColor" stroke-opacity="0.55"'
+
+
+def rectangle(box: Box, at: tuple[float, float], scale: float, style: str) -> str:
+    """Draw a two-dimensional box; rows go down, columns to the right."""
+    (top, left), (rows, columns) = box.start, box.shape
+    x, y = at[0] + left * scale, at[1] + top * scale
+    return f'<rect x="{x:g}" y="{y:g}" width="{columns * scale:g}" height="{rows * scale:g}" {style}/>'
+
+
+def label(text: str, x: float, y: float, small: bool = False) -> str:
+    """Write a line of text, centred at `x`."""
+    kind = ' class="small"' if small else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle"{kind}>{text}</text>'
+
+
+def held(boxes: Sequence[Box], at: tuple[float, float], scale: float) -> Iterator[str]:
+    """Draw what each rank holds."""
+    for rank, box in enumerate(boxes):
+        yield rectangle(box, at, scale, f'fill="{COLOURS[rank % len(COLOURS)]}" fill-opacity="0.55"')
+
+
+def chunks(grid: ChunkGrid, at: tuple[float, float], scale: float) -> Iterator[str]:
+    """Draw the lines between chunks."""
+    for index in grid.touched(Box.from_shape(grid.shape)):
+        yield rectangle(grid.box(index), at, scale, LINE)
+
+
+def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
+    """Return a whole figure; no blank line, which would end it in the middle of a Markdown page."""
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
+    head = f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>"]) + "\n"
+
+
+def rows(extent: int, width: int, ranks: int) -> list[Box]:
+    """Cut rows into equal blocks."""
+    step = extent // ranks
+    return [Box((r * step, 0), ((r + 1) * step, width)) for r in range(ranks)]
+
+
+def columns(extent: int, width: int, ranks: int) -> list[Box]:
+    """Cut columns into equal blocks."""
+    step = width // ranks
+    return [Box((0, r * step), (extent, (r + 1) * step)) for r in range(ranks)]
+
+
+def life() -> str:
+    """Four row blocks become chunks, and chunks two column blocks."""
+    array = ArraySpec("w", (16, 16), "float32")
+    saved, wanted = rows(16, 16, 4), columns(16, 16, 2)
+    plan = plan_save(World([[ShardSpec(array, box)] for box in saved]), LayoutPolicy(min_chunk_nbytes=0))
+    layout = plan.arrays[0].layout
+    entry = ArrayEntry(array, layout, bytes(DIGEST_NBYTES * plan.arrays[0].grid.size))
+    reads = plan_load({"w": entry}, [ShardSpec(array, wanted[1])]).reads
+    scale, top = 9, 34
+    parts = [label("4 ranks hold rows", 72, 20), *held(saved, (0, top), scale)]
+    parts += [label("chunks on disk, what rank 1 reads", 372, 20), *chunks(plan.arrays[0].grid, (300, top), scale)]
+    parts += [rectangle(read.box, (300, top), scale, f'fill="{COLOURS[1]}" fill-opacity="0.55"') for read in reads]
+    parts += [label("2 ranks want columns", 672, 20), *held(wanted, (600, top), scale)]
+    for x, verb in ((222, "save"), (522, "load")):
+        arrow = f"M{x - 44} {top + 72} h80 m-8 -5 l8 5 l-8 5"
+        parts += [label(verb, x, top + 62), f'<path d="{arrow}" {LINE}/>']
+    return svg(744, 186, "A tensor saved by rows and loaded by columns", parts)
+
+
+def layout() -> str:
+    """The two rungs, at true proportions of a 4096 x 4096 float32 array."""
+    array = ArraySpec("w", (4096, 4096), "float32")
+    scale, top = 150 / 4096, 34
+    parts: list[str] = []
+    for column, ranks in enumerate((1, 4, 64)):
+        boxes = rows(4096, 4096, ranks)
+        chosen: Layout = choose_layout(array, boxes, LayoutPolicy())
+        grid = ChunkGrid(array.shape, chosen.chunk)
+        at = (column * 250 + 20, top)
+        middle = at[0] + 75
+        parts += [
+            label(f"{ranks} rank{'s' * (ranks > 1)}", middle, 20),
+            *held(boxes, at, scale),
+            *chunks(grid, at, scale),
+        ]
+        mib = chosen.chunk[0] * chosen.chunk[1] * array.itemsize / 2**20
+        parts += [
+            label(chosen.rung, middle, top + 170),
+            label(f"{grid.size} chunks of {mib:g} MiB", middle, top + 185, True),
+        ]
+    return svg(690, 226, "Chunks chosen for 64 MiB held by 1, 4 and 64 ranks", parts)
+
+
+FIGURES = {"life.svg": life, "layout.svg": layout}
+
+if __name__ == "__main__":
+    for name, draw in FIGURES.items():
+        Path(__file__).with_name(name).write_text(draw())
