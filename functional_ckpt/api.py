@@ -6,30 +6,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import attrs
-
 from functional_ckpt.collector import collector_paused
-from functional_ckpt.comm import Gather, LocalGather, together
+from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
 from functional_ckpt.pending import PendingSave, start
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
-from functional_ckpt.saving import Prepared, prepare, write
-from functional_ckpt.store.commit import abandon
+from functional_ckpt.saving import prepare, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
-
-_SAVE = SavePolicy()
-_LOAD = LoadPolicy()
 
 
 def save(
     state: Any,
     path: str | Path,
     *,
-    policy: SavePolicy = _SAVE,
+    policy: SavePolicy = SavePolicy(),
     process_group: Any = None,
     overwrite: bool = False,
     base: str | Path | None = None,
@@ -79,7 +73,7 @@ def async_save(
     state: Any,
     path: str | Path,
     *,
-    policy: SavePolicy = _SAVE,
+    policy: SavePolicy = SavePolicy(),
     process_group: Any = None,
     overwrite: bool = False,
     base: str | Path | None = None,
@@ -107,26 +101,15 @@ def async_save(
     with collector_paused():
         prepared = prepare(state, path, policy, gather, overwrite, attributes)
     tracker = Tracker(progress)
-    staged: list[Prepared] = []
-
-    def stage() -> None:
-        tracker.enter("stage")
-        staged.append(_staged(prepared, background))
-
-    try:
-        together(gather, stage)
-    except BaseException:
-        if gather.rank == 0:
-            abandon(prepared.site, prepared.claim)
-        raise
-    return start(lambda: write(staged[0], tracker), tracker)
+    staged = stage(prepared, background, tracker)
+    return start(lambda: write(staged, tracker), tracker)
 
 
 def load(
     like: Any,
     path: str | Path,
     *,
-    policy: LoadPolicy = _LOAD,
+    policy: LoadPolicy = LoadPolicy(),
     process_group: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Any:
@@ -167,13 +150,6 @@ def diff(a: str | Path, b: str | Path) -> Any:
 def _refuse_base(base: object) -> None:
     if base is not None:
         raise NotImplementedYet("incremental saves come with a later release", remedy="Leave base=None")
-
-
-def _staged(prepared: Prepared, gather: Gather) -> Prepared:
-    """Copy what this rank will write, so that the caller's memory is free to change."""
-    wanted = {w.shard for w in prepared.mine.writes}
-    buffers = tuple(b.staged() if i in wanted else b for i, b in enumerate(prepared.buffers))
-    return attrs.evolve(prepared, buffers=buffers, gather=gather)
 
 
 def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:

@@ -67,6 +67,10 @@ class _Capture:
             function(*arguments)
         except CheckpointError as error:
             self.problems.append(error)
+        except Exception as error:  # a tensor subclass or an object's pickling can raise anything
+            key = key_of(arguments[0]) if isinstance(arguments[0], tuple) else None
+            found = f"{type(error).__name__}: {error}"
+            self.problems.append(UnsupportedLeafError("a leaf cannot be described", key, found=found))
 
     def state(self) -> LocalState:
         """Return what was collected; equal memory under several keys becomes a tie to the first of them."""

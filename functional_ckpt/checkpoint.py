@@ -152,7 +152,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         try:
             return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
         except ValueError as error:
-            raise CorruptionError("the paths of the manifest make no tree", self.url, found=str(error)) from None
+            raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None
 
     def state(self, framework: str = "numpy", safe_globals: Any = ()) -> Any:
         """Return the whole nested state, unsharded, as numpy arrays or (``framework="torch"``) CPU tensors.
@@ -187,7 +187,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     >>> open_checkpoint("memory://no-such")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://no-such', ...
+    functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://no-such, ...
     """
     store = open_store(path)
     identity = store.identity()

@@ -58,7 +58,10 @@ class CheckpointWarning(UserWarning):
 
 @attrs.define(slots=False)
 class ProblemError(CheckpointError):
-    """One problem, with the facts that locate it.
+    """One problem, with the facts that locate it: `path` of a file or directory, `key`, `chunk` (its file's name)...
+
+    `shape`, `offset` and what is `expected` or `found` are in elements unless they say otherwise; `rank` is one rank or
+    several.
 
     Examples
     --------
@@ -74,11 +77,13 @@ class ProblemError(CheckpointError):
     expected: object = None
     found: object = None
     remedy: str | None = None
+    path: str | None = None
+    chunk: str | None = None
 
     def __str__(self) -> str:
         facts = [
             f"{name} {value!r}" if name == "key" else f"{name} {value}"
-            for name in ("key", "shape", "offset", "rank", "expected", "found")
+            for name in ("path", "key", "chunk", "shape", "offset", "rank", "expected", "found")
             if (value := getattr(self, name)) is not None
         ]
         text = f"{self.what}: {', '.join(facts)}" if facts else self.what

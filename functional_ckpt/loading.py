@@ -31,7 +31,8 @@ from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.commit import manifest_digest
-from functional_ckpt.store.execute import check_chunk, read_chunk, read_plan
+from functional_ckpt.store.encoding import digest
+from functional_ckpt.store.execute import check_chunk, check_digest, read_chunk, read_plan
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import check_identity, read_manifest
 from functional_ckpt.store.values import decode_text
@@ -50,26 +51,26 @@ def load_tree(
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
     tracker = Tracker(report)
-    tracker.enter("plan")
     store = open_store(path)
     identity = store.identity()
     manifest = agree(gather, lambda: read_manifest(path))
     digests = together(gather, lambda: manifest_digest(manifest.to_json())) if gather.size > 1 else []
     if len(set(digests)) > 1:
-        raise SpecError("the ranks see different checkpoints under one path", store.url,
+        raise SpecError("the ranks see different checkpoints under one path", path=store.url,
                         remedy="Load from a path on a file system that all ranks share")  # fmt: skip
     seeker = _Seeker(manifest, store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> tuple[str, ...]:
-        kept.append((seeker.seek(like), seeker.plan()))
+        tracker.enter("plan")
+        skeleton = seeker.seek(like)
+        kept.append((skeleton, seeker.plan()))
         return tuple(seeker.used)
 
     used = {key for keys in together(gather, plan) for key in keys}
     _check_unexpected(manifest, used, policy)
     skeleton, load_plan = kept[0]
-    tracker.enter("read", sum(r.box.size * manifest.by_key[r.key].spec.itemsize for r in load_plan.reads))
-    agree(gather, lambda: seeker.read(load_plan, identity, tracker.add))
+    agree(gather, lambda: seeker.read(load_plan, identity, tracker))
     tracker.enter("done")
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, skeleton)
 
@@ -98,19 +99,24 @@ class _Seeker:
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
 
+        Leaves for which nothing fitting is stored stay; `plan` reports them together with its own problems.
+        """
+        return map_leaves(self._leaf, like)
+
+    def plan(self) -> LoadPlan:
+        """Plan the reads and check that every chunk they need is there.
+
         Raises
         ------
         CheckpointError
-            All leaves for which nothing fitting is stored.
+            All problems of all leaves.
         """
-        found = map_leaves(self._leaf, like)
-        raise_problems(self._problems)
-        return found
-
-    def plan(self) -> LoadPlan:
-        """Plan the reads and check that every chunk they need is there."""
         entries = self.manifest.by_key
-        plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
+        try:
+            plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
+        except CheckpointError as error:
+            self._problems.append(error)
+        raise_problems(self._problems)
         needed = {
             (entries[read.key].spec.key, index): entries[read.key]
             for read in plan.reads
@@ -120,10 +126,11 @@ class _Seeker:
         raise_problems(problem for problem in problems if problem is not None)
         return plan
 
-    def read(self, plan: LoadPlan, identity: object, on_bytes: Callable[[int], None]) -> None:
+    def read(self, plan: LoadPlan, identity: object, tracker: Tracker) -> None:
         """Fill the targets."""
-        policy = self.policy
-        read_plan(plan, self.manifest.by_key, self.buffers, self.store, policy.budget_nbytes, policy.verify, on_bytes)
+        policy, entries = self.policy, self.manifest.by_key
+        tracker.enter("read", sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads))
+        read_plan(plan, entries, self.buffers, self.store, policy.budget_nbytes, policy.verify, tracker.add)
         check_identity(self.store, identity)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
@@ -199,7 +206,8 @@ class _Seeker:
         if stored is None:
             self._missing(key)
             return leaf
-        below = [k for k in self._stored_keys() if k.startswith(f"{stored.key}.rank")]
+        start = f"{stored.key}.rank".lstrip(".")
+        below = [k for k in self._stored_keys() if k.startswith(start)]
         self.used.update(dict.fromkeys(below))
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
@@ -218,9 +226,7 @@ class _Seeker:
 
     def _rank_value(self, key: str, rank: int, like: Any) -> Any:
         return map_leaves(
-            lambda inner, leaf: self._stored_leaf(
-                ".".join(filter(None, (f"{key}.{RankItem(rank)}", key_of(inner)))), leaf
-            ),
+            lambda inner, leaf: self._stored_leaf(_rank_key(key, rank, inner), leaf),
             like,
         )
 
@@ -229,15 +235,22 @@ class _Seeker:
 
         def fresh(inner: TreePath, leaf: Any) -> Any:
             adapter = adapter_of(leaf)
-            entry = self.manifest.by_key.get(".".join(filter(None, (f"{key}.{RankItem(rank)}", key_of(inner)))))
+            entry = self.manifest.by_key.get(_rank_key(key, rank, inner))
             return adapter.empty(leaf, entry.spec) if adapter is not None and entry is not None else leaf
 
         return map_leaves(fresh, like)
 
 
+def _rank_key(key: str, rank: int, inner: TreePath) -> str:
+    """Return the key of leaf `inner` of what `rank` saved under `key`."""
+    return ".".join(part for part in (key, str(RankItem(rank)), key_of(inner)) if part)
+
+
 def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
     """Return the object that an array of bytes holds."""
     chunks = [read_chunk(store, entry.spec, entry.layout, index) for index in entry.grid.touched(entry.spec.box)]
+    for position, chunk in enumerate(chunks):
+        check_digest(entry, position, digest(chunk))
     return object_from_bytes(entry.spec.key, np.concatenate(chunks), safe_globals)
 
 

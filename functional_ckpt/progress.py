@@ -26,8 +26,10 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Share of the bytes that is done, 1.0 where there are none."""
-        return self.done_nbytes / self.total_nbytes if self.total_nbytes else 1.0
+        """Share of the bytes that is done, from 0.0 to 1.0."""
+        if self.phase == "done":
+            return 1.0
+        return self.done_nbytes / self.total_nbytes if self.total_nbytes else 0.0
 
 
 class Tracker:

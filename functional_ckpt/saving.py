@@ -5,7 +5,9 @@ Every step runs on all ranks through `together`, so that one rank's failure is e
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import attrs
 from functional_ckpt.capture import capture
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
+    CheckpointWarning,
     DuplicateKeyError,
     ProblemError,
     SaveCancelledError,
@@ -31,10 +34,10 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import Site, abandon, begin, check_shared, publish
 from functional_ckpt.store.encoding import node_name
-from functional_ckpt.store.execute import Receipt, check_chunk, digest_shared, write_plan
+from functional_ckpt.store.execute import ChunkDigest, Receipt, check_chunk, digest_shared, write_plan
 from functional_ckpt.store.opening import open_store
 
-__all__ = ["Prepared", "prepare", "write"]
+__all__ = ["Prepared", "prepare", "stage", "write"]
 
 # Above this many files one flush of the file system costs less than a sync of each (docs/adr).
 _MANY_FILES = 256
@@ -86,7 +89,8 @@ def prepare(
     state, plan = agree(gather, lambda: _plan(states, path, policy, gather.size))
     stored = {leaf.key for leaf in state.leaves}
     buffers = tuple(b for leaf in states[gather.rank].arrays if leaf.key in stored for b in kept[leaf.key])
-    site, claim = _begin(path, policy, gather, overwrite)
+    nodes = [node_name(array.spec.key) for array in plan.arrays] if gather.rank == 0 else []
+    site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, state, plan, buffers, site, claim, started)
 
 
@@ -98,19 +102,21 @@ def _plan(
     raise_problems(problems)
     store = open_store(path)
     if size > 1 and not store.capabilities.shared:
-        raise SpecError("other ranks cannot see this store", store.url, remedy="Save to a shared file system")
+        raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
     plan = plan_save(state.world, policy.layout, policy.replicas, store.capabilities.shared_chunks)
     raise_problems(_name_collisions(plan))
     return state, plan
 
 
-def _begin(path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool) -> tuple[Site, Claim | None]:
+def _begin(
+    path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, nodes: Sequence[str]
+) -> tuple[Site, Claim | None]:
     """Let rank 0 create the place to write to, and check that all ranks see it."""
     begun: list[tuple[Site, Claim | None]] = []
 
     def coordinate() -> Site | None:
         if gather.rank == 0:
-            begun.append(begin(path, policy.commit, overwrite))
+            begun.append(begin(path, policy.commit, overwrite, nodes))
         return begun[0][0] if begun else None
 
     try:
@@ -125,6 +131,19 @@ def _begin(path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
     return site, begun[0][1] if begun else None
 
 
+def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
+    """Copy what this rank will write, so that the caller's memory is free to change; `background` takes over."""
+
+    def copy() -> tuple[Buffer, ...]:
+        tracker.enter("stage", _nbytes(prepared.mine))
+        wanted = {w.shard for w in prepared.mine.writes}
+        return tuple(b.staged() if i in wanted else b for i, b in enumerate(prepared.buffers))
+
+    with _abandoning(prepared):
+        buffers = agree(prepared.gather, copy)
+    return attrs.evolve(prepared, buffers=buffers, gather=background)
+
+
 def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     """Write this rank's part, collect the others' receipts and publish; on failure nothing is published.
 
@@ -135,43 +154,59 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     """
     gather, policy, mine = prepared.gather, prepared.policy, prepared.mine
     store = open_store(prepared.site.work_url, _sync_mode(policy.durability, mine))
-    try:
-        itemsizes = {array.spec.key: array.spec.itemsize for array in mine.arrays}
-        tracker.enter("write", sum(w.box.size * itemsizes[w.key] for w in mine.writes))
-        receipts = together(gather, lambda: _write_mine(mine, prepared.buffers, store, policy, tracker))
+
+    def write_mine() -> Receipt:
+        tracker.enter("write", _nbytes(mine))
+        receipt = write_plan(mine, prepared.buffers, store, policy.budget_nbytes, tracker.add)
+        store.flush()
+        return receipt
+
+    def digest_mine() -> tuple[ChunkDigest, ...]:
+        tracker.enter("digest")
+        return digest_shared(mine, store, policy.budget_nbytes)
+
+    def check() -> None:
+        tracker.enter("publish")
+        if tracker.cancelled.is_set():
+            raise SaveCancelledError("the save was cancelled")
+        if gather.rank == 0 and gather.size > 1:
+            _check_presence(store, manifest)
+
+    def finish() -> None:
+        if gather.rank == 0:
+            publish(prepared.site, store, manifest, _provenance(prepared, receipts), policy.consolidate)
+
+    with _abandoning(prepared):
+        receipts = together(gather, write_mine)
         digests = [d for receipt in receipts for d in receipt.digests]
         if prepared.plan.digests:
-            tracker.enter("digest")
-            shared = together(gather, lambda: digest_shared(mine, store, policy.budget_nbytes))
-            digests += [d for found in shared for d in found]
+            digests += [d for found in together(gather, digest_mine) for d in found]
         manifest = build_manifest(prepared.state, prepared.plan, ((d.key, d.position, d.digest) for d in digests))
-        tracker.enter("publish")
-
-        def finish() -> None:
-            if tracker.cancelled.is_set():
-                raise SaveCancelledError("the save was cancelled")
-            if gather.rank == 0:
-                if gather.size > 1:
-                    _check_presence(store, manifest)
-                publish(prepared.site, store, manifest, _provenance(prepared, receipts), policy.consolidate)
-
+        agree(gather, check)
         agree(gather, finish)
-    except BaseException:
-        if gather.rank == 0:
-            abandon(prepared.site, prepared.claim)
-        raise
     if prepared.claim is not None:
         prepared.claim.release()
-    tracker.enter("done")
+    try:
+        tracker.enter("done")
+    except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
+        warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
     return manifest
 
 
-def _write_mine(
-    mine: SavePlan, buffers: tuple[Buffer, ...], store: Store, policy: SavePolicy, tracker: Tracker
-) -> Receipt:
-    receipt = write_plan(mine, buffers, store, policy.budget_nbytes, tracker.add)
-    store.flush()
-    return receipt
+@contextmanager
+def _abandoning(prepared: Prepared) -> Iterator[None]:
+    """Remove on rank 0 what a failing save has written."""
+    try:
+        yield
+    except BaseException:
+        if prepared.gather.rank == 0:
+            abandon(prepared.site, prepared.claim)
+        raise
+
+
+def _nbytes(plan: SavePlan) -> int:
+    itemsizes = {array.spec.key: array.spec.itemsize for array in plan.arrays}
+    return sum(w.box.size * itemsizes[w.key] for w in plan.writes)
 
 
 def _check_presence(store: Store, manifest: Manifest) -> None:
@@ -221,4 +256,6 @@ def _version(name: str) -> str | None:
 def _sync_mode(durability: str, mine: SavePlan) -> str:
     if durability != "auto":
         return durability
-    return "syncfs" if len(mine.headers) + len(mine.writes) > _MANY_FILES else "fsync"
+    grids = {array.spec.key: array.grid for array in mine.arrays}
+    files = len(mine.headers) + sum(grids[w.key].count_touched(w.box) for w in mine.writes)
+    return "syncfs" if files > _MANY_FILES else "fsync"

@@ -322,3 +322,19 @@ def test_a_file_larger_than_the_system_allows(codecs, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "large" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtensor_of_partial_sums(refused):
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        (problem,) = refused({"g": partial, "fine": DTensor.from_local(torch.ones(4), mesh, [Replicate()])})
+        assert names([problem]) == [("UnsupportedLeafError", "g")]
+        assert "redistribute" in str(problem)
+    finally:
+        dist.destroy_process_group()

@@ -112,7 +112,6 @@ def test_marker_mode_among_foreign_files(tmp_path, problems_of, tree_bytes):
     assert step_of(tmp_path / "a") == 1
 
 
-@pytest.mark.xfail(reason="saving.write: enter() outside together")
 def test_a_failed_marker_save_keeps_foreign_files(tmp_path, problems_of, tree_bytes):
     def fail(progress):
         raise OSError("no")

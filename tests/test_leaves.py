@@ -266,7 +266,6 @@ def test_state_that_is_one_leaf(leaf, url, same):
     same(open_checkpoint(url).state(), leaf)
 
 
-@pytest.mark.xfail(reason="loading joins '' and 'rank0' to '.rank0'")
 def test_a_per_rank_state_as_the_whole(url, same):
     state = PerRank({"rng": np.arange(3), "n": 4})
     save(state, url)

@@ -138,7 +138,6 @@ def test_simulated_ranks(tmp_path, fast):
     assert loaded["copy"].tolist() == list(range(10))
 
 
-@pytest.mark.xfail(reason="torch_gather ignores any group before init_process_group", strict=False)
 def test_a_process_group_of_the_wrong_kind(problems_of):
     (problem,) = problems_of(functional_ckpt.save, {}, "memory://group", process_group="gloo")
     assert "process group" in str(problem)

@@ -171,8 +171,8 @@ def test_a_tie_on_one_rank_only_is_no_tie(tmp_path, fast):
 @pytest.mark.parametrize(
     "phase",
     [
-        pytest.param("write", marks=pytest.mark.xfail(reason="saving.write: enter() outside together")),
-        pytest.param("publish", marks=pytest.mark.xfail(reason="saving.write: enter() outside together")),
+        "write",
+        "publish",
         "done",
     ],
 )
@@ -278,7 +278,6 @@ def test_memory_is_not_shared_by_ranks(fast):
 
 
 @pytest.mark.parametrize("commit", ["rename", "marker"])
-@pytest.mark.xfail(reason="saving.write: rank 0 publishes in the step in which rank 1 says no")
 def test_cancelled_by_one_rank_is_published_by_none(commit, tmp_path, fast, monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 

@@ -84,14 +84,13 @@ def leaf(checkpoint: Checkpoint, key: str) -> Facts:
 def verification(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Facts:
     """Return what reading every chunk has shown."""
     report = verify(checkpoint.url, on_bytes)
-    entries = {entry.spec.key: entry for entry in checkpoint.manifest.arrays}
     return {
         "path": checkpoint.url,
         "ok": report.ok,
-        "arrays": len(entries),
+        "arrays": len(checkpoint.manifest.arrays),
         "chunks": report.chunks,
         "nbytes": report.nbytes,
-        "problems": [_problem(problem, entries) for problem in report.problems],
+        "problems": [_problem(problem) for problem in report.problems],
     }
 
 
@@ -190,17 +189,12 @@ def _number(value: Any) -> Any:
     return [value.real, value.imag] if isinstance(value, complex) else value
 
 
-def _problem(problem: CheckpointError, entries: dict[str, ArrayEntry]) -> Facts:
+def _problem(problem: CheckpointError) -> Facts:
     if not isinstance(problem, ProblemError):
         return {"key": None, "chunk": None, "what": str(problem), "expected": None, "found": None}
-    entry = entries.get(problem.key or "")
-    chunk = None
-    if entry is not None and problem.offset is not None:
-        chunk = chunk_name([o // c for o, c in zip(problem.offset, entry.layout.chunk, strict=True)])
-    # The library's text names the chunk again at its end.
-    what = problem.what.removesuffix(f": {chunk}").removesuffix(f": chunk {chunk}")
     expected, found = (None if x is None else str(x) for x in (problem.expected, problem.found))
-    return {"key": problem.key, "chunk": chunk, "what": what, "expected": expected, "found": found}
+    place = {"key": problem.key, "chunk": problem.chunk}
+    return {**place, "what": problem.what, "expected": expected, "found": found}
 
 
 def _counts(names: Any) -> dict[str, int]:

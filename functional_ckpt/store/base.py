@@ -51,6 +51,9 @@ class Store(Protocol):
         `each` sees all blocks of the parts in order, while they are in the processor's cache.
         """
 
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a new object that is there whole or not at all. Never replaces one."""
+
     def read(self, name: str) -> bytes | None:
         """Return the object's bytes, or None if there is none."""
 
@@ -91,7 +94,7 @@ class storage_errors:  # noqa: N801 - used as a with statement, on the path of e
     ...     raise FileNotFoundError(2, "No such file")
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.StorageError: reading failed: key 'w/c.0', found FileNotFoundError: No such file
+    functional_ckpt.errors.StorageError: reading failed: path w/c.0, found FileNotFoundError: No such file
     """
 
     __slots__ = ("name", "what")
@@ -109,8 +112,8 @@ class storage_errors:  # noqa: N801 - used as a with statement, on the path of e
         if isinstance(error, OSError):
             full = error.errno in (ENOSPC, EDQUOT)
             raise StorageError(
-                f"{self.what} failed", self.name, found=f"{type(error).__name__}: {error.strerror or error}",
+                f"{self.what} failed", path=self.name, found=f"{type(error).__name__}: {error.strerror or error}",
                 remedy="Free space; nothing was published" if full else None,
             ) from error  # fmt: skip
         if isinstance(error, ValueError | RuntimeError):  # TensorStore raises these with its status text
-            raise StorageError(f"{self.what} failed", self.name, found=str(error)) from error
+            raise StorageError(f"{self.what} failed", path=self.name, found=str(error)) from error

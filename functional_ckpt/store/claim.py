@@ -7,13 +7,14 @@ drops the lock when it dies. In memory it is an entry of this process.
 import fcntl
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
 import attrs
 
-__all__ = ["Claim", "claimed_by", "is_live"]
+__all__ = ["Claim", "claimed_by", "claimed_nodes", "is_live"]
 
 # What file systems without locks answer.
 _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
@@ -36,8 +37,8 @@ class Claim:
     _file: int | None
 
     @classmethod
-    def take(cls, path: Path, save_id: str) -> "Claim":
-        """Create the claim file, locked; `save_id` lets other ranks recognise it.
+    def take(cls, path: Path, save_id: str, nodes: Sequence[str] = ()) -> "Claim":
+        """Create the claim file, locked; `save_id` lets other ranks recognise it, `nodes` will be written beside it.
 
         It appears under its name only when it is locked, so that nobody can take it for a leftover. Where the file
         system has no locks it says so, and counts as live until somebody removes it.
@@ -45,7 +46,7 @@ class Claim:
         new = path.with_name(path.name + ".new")
         claim = cls(new, os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         try:
-            claim._fill(save_id)
+            claim._fill(save_id, nodes)
             new.rename(path)
         except BaseException:
             claim.release()
@@ -53,7 +54,7 @@ class Claim:
         claim.path = path
         return claim
 
-    def _fill(self, save_id: str) -> None:
+    def _fill(self, save_id: str, nodes: Sequence[str]) -> None:
         file = self._file or 0
         locked = True
         try:
@@ -62,7 +63,10 @@ class Claim:
             if error.errno not in _NO_LOCKS:
                 raise
             locked = False
-        os.write(file, json.dumps({"save_id": save_id, "pid": os.getpid(), "locked": locked}).encode())
+        content = {"save_id": save_id, "pid": os.getpid(), "locked": locked, "nodes": list(nodes)}
+        data = memoryview(json.dumps(content).encode())
+        while data:
+            data = data[os.write(file, data) :]
 
     def release(self) -> None:
         """Remove the claim, then drop its lock: in this order nobody finds an unlocked live claim."""
@@ -82,6 +86,8 @@ def is_live(path: Path) -> bool:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True  # somebody else's, and not ours to judge
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -99,9 +105,22 @@ def claimed_by(path: Path, save_id: str) -> bool:
     return _content(path).get("save_id") == save_id
 
 
+def claimed_nodes(data: bytes) -> list[str]:
+    """Return the nodes that a claim with content `data` names."""
+    nodes = _parsed(data).get("nodes")
+    return [node for node in nodes if isinstance(node, str)] if isinstance(nodes, list) else []
+
+
 def _content(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return _parsed(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _parsed(data: bytes) -> dict[str, object]:
+    try:
+        found = json.loads(data)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

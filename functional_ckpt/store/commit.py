@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class Site:
         return final.parent / f".{final.name}.{self.save_id}.claim"
 
 
-def begin(url: str | Path, mode: str, overwrite: bool) -> tuple[Site, Claim | None]:
-    """Choose and create the place to write to; called by the coordinator only.
+def begin(url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str]) -> tuple[Site, Claim | None]:
+    """Choose and create the place to write `nodes` to; called by the coordinator only.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def begin(url: str | Path, mode: str, overwrite: bool) -> tuple[Site, Claim | No
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode == "marker":
-        return _begin_marker(store, overwrite, save_id)
+        return _begin_marker(store, overwrite, save_id, nodes)
     final = local_path(url)
     if final.is_symlink():
         final = final.resolve()  # replace what the link points to, not the link
@@ -98,7 +98,7 @@ def check_shared(site: Site, rank: int) -> None:
     claim = site.claim_path()
     if claim is not None and not (claimed_by(claim, site.save_id) and Path(site.work_url).is_dir()):
         raise PathNotSharedError(
-            "this rank does not see the directory that rank 0 has created", site.url, rank,
+            "this rank does not see the directory that rank 0 has created", None, rank, path=site.url,
             remedy="Save to a path on a file system that all ranks share",
         )  # fmt: skip
 
@@ -110,7 +110,7 @@ def publish(site: Site, store: Store, manifest: Manifest, provenance: Mapping[st
         store.create(name, [memoryview(data)], len(data))
     store.flush()
     root = _root_metadata(manifest, text, consolidate)
-    store.create(ROOT, [memoryview(root)], len(root))
+    store.publish(ROOT, root)
     store.flush()
     if site.mode == "rename":
         with storage_errors("publishing", site.url):
@@ -133,10 +133,10 @@ def manifest_digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _begin_marker(store: Store, overwrite: bool, save_id: str) -> tuple[Site, Claim | None]:
+def _begin_marker(store: Store, overwrite: bool, save_id: str, nodes: Sequence[str]) -> tuple[Site, Claim | None]:
     if store.nbytes_of(ROOT) is not None:
         raise AlreadyExistsError(
-            "the path holds a committed checkpoint or Zarr group", store.url,
+            "the path holds a committed checkpoint or Zarr group", path=store.url,
             remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
         )  # fmt: skip
     site = Site(store.url, store.url, "marker", overwrite, save_id)
@@ -148,8 +148,8 @@ def _begin_marker(store: Store, overwrite: bool, save_id: str) -> tuple[Site, Cl
         claim_path.parent.mkdir(parents=True, exist_ok=True)
         others = [path for path in claim_path.parent.glob(".*.claim") if is_live(path)]
         if others:
-            raise AlreadyExistsError("another save to this path is running", site.url, found=others[0].name)
-        claim = Claim.take(claim_path, save_id)
+            raise AlreadyExistsError("another save to this path is running", path=site.url, found=others[0].name)
+        claim = Claim.take(claim_path, save_id, nodes)
     try:
         store.delete([name for name in leftover_names(store) if name != claim_path.name])
     except BaseException:
@@ -162,18 +162,18 @@ def _check_target(final: Path, overwrite: bool) -> None:
     if not final.exists():
         return
     if not final.is_dir():
-        raise AlreadyExistsError("the path is a file", str(final), remedy="Save under a new path")
+        raise AlreadyExistsError("the path is a file", path=str(final), remedy="Save under a new path")
     if not any(final.iterdir()):
         return
     foreign = _foreign_names(final)
     if foreign:
         raise AlreadyExistsError(
-            "the path holds files that are not part of a checkpoint of functional_ckpt", str(final),
+            "the path holds files that are not part of a checkpoint of functional_ckpt", path=str(final),
             found=", ".join(foreign[:5]), remedy="Save under a new path; what is not ours is never replaced",
         )  # fmt: skip
     if not overwrite:
         raise AlreadyExistsError(
-            "the path holds a checkpoint", str(final), remedy="Pass overwrite=True, or save under a new path"
+            "the path holds a checkpoint", path=str(final), remedy="Pass overwrite=True, or save under a new path"
         )
 
 
@@ -202,7 +202,7 @@ def _rename(site: Site, durable: bool) -> None:
     try:
         os.rename(work, final)  # onto nothing or an empty directory; anything else is refused by the system
     except OSError as error:
-        raise AlreadyExistsError("the path appeared while saving", site.url, found=error.strerror) from error
+        raise AlreadyExistsError("the path appeared while saving", path=site.url, found=error.strerror) from error
     if durable:
         sync_directory(final.parent)
 

@@ -125,8 +125,9 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Corr
         what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
         offset = entry.grid.box(index).start
         return CorruptionError(
-            f"{what}: {name}", entry.spec.key, None, entry.spec.shape, offset, f"{expected} bytes",
+            what, entry.spec.key, None, entry.spec.shape, offset, f"{expected} bytes",
             "nothing" if found is None else f"{found} bytes", "Restore the file, or load another checkpoint",
+            chunk=name,
         )  # fmt: skip
     return None
 
@@ -141,8 +142,8 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
         mapped = store.map(f"{node_name(spec.key)}/{chunk_name(index)}", _byte_ranges(spec, layout, part))
         if len(mapped) != _chunk_nbytes(layout):
             raise CorruptionError(
-                f"a stored chunk has a wrong size: {chunk_name(index)}", spec.key, None, spec.shape, box.start,
-                f"{_chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes",
+                "a stored chunk has a wrong size", spec.key, None, spec.shape, box.start,
+                f"{_chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
             )  # fmt: skip
         whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
         clipped: Array = whole[region_of(box.start, box.start, box.stop)]
@@ -168,9 +169,9 @@ def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
     if found is not None and found != expected:
         index = entry.grid.index(position)
         raise CorruptionError(
-            f"stored bytes differ from what was saved: chunk {chunk_name(index)}", entry.spec.key, None,
+            "stored bytes differ from what was saved", entry.spec.key, None,
             entry.spec.shape, entry.grid.box(index).start, expected.hex(), found.hex(),
-            "Restore the file, or load another checkpoint",
+            "Restore the file, or load another checkpoint", chunk=chunk_name(index),
         )  # fmt: skip
 
 

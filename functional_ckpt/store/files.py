@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ import attrs
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_errors
 
-__all__ = ["FileStore", "exchange_paths", "sync_directory"]
+__all__ = ["NEW", "FileStore", "exchange_paths", "sync_directory"]
+
+#: Suffix of a file that has not got its name yet.
+NEW = ".new"
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _AT_FDCWD = -100
@@ -61,7 +65,7 @@ class FileStore:
                 self._create(name, parts, nbytes, each)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
-                raise AlreadyExistsError("an object exists already", name, found=self.url) from None
+                raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
             raise
 
     def _create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None) -> None:
@@ -85,10 +89,21 @@ class FileStore:
         try:
             os.mkdir(path)
         except FileExistsError:
-            pass
-        except FileNotFoundError:
-            os.makedirs(path, exist_ok=True)
+            pass  # the root itself is never made here: a late writer must not bring back an abandoned save
         self._directories[directory] = None
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a file under another name, then link it to its own: one step, refused where there is one."""
+        new = name + NEW
+        self.create(new, [memoryview(data)], len(data))
+        with storage_errors("publishing", name):
+            try:
+                os.link(self._prefix + new, self._prefix + name)
+            except FileExistsError:
+                raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
+            finally:
+                with suppress(OSError):  # its other name stands, or it is for `sweep`
+                    os.unlink(self._prefix + new)
 
     def read(self, name: str) -> bytes | None:
         """Return a file's bytes, or None."""
@@ -101,10 +116,11 @@ class FileStore:
 
     def nbytes_of(self, name: str) -> int | None:
         """Return a file's size, or None."""
-        try:
-            return os.stat(self._prefix + name).st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        with storage_errors("looking at", name):
+            try:
+                return os.stat(self._prefix + name).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def map(self, name: str, ranges: Sequence[tuple[int, int]] = ()) -> memoryview:
         """Map a file: only the pages that are touched are read."""
@@ -236,10 +252,10 @@ def exchange_paths(one: Path, other: Path) -> None:
     elif hasattr(libc, "renameat2"):
         failed = libc.renameat2(_AT_FDCWD, a, _AT_FDCWD, b, _RENAME_EXCHANGE)
     else:
-        raise StorageError("this system cannot exchange two directories", str(one), remedy="Save under a new path")
+        raise StorageError("this system cannot exchange two directories", path=str(one), remedy="Save under a new path")
     if failed:
         code = ctypes.get_errno()
         raise StorageError(
-            "the file system cannot exchange two directories", str(one), found=os.strerror(code),
+            "the file system cannot exchange two directories", path=str(one), found=os.strerror(code),
             remedy="Save under a new path, and delete the old checkpoint afterwards",
         )  # fmt: skip

@@ -40,7 +40,7 @@ def read_manifest(path: str | Path) -> Manifest:
     >>> read_manifest("memory://nothing")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.NotACheckpointError: no checkpoint here: key 'memory://nothing', ...
+    functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://nothing, ...
     """
     store = open_store(path)
     expected = _committed_digest(store)
@@ -48,8 +48,8 @@ def read_manifest(path: str | Path) -> Manifest:
     if data is None or manifest_digest(data) != expected:
         raise CorruptionError(
             "the manifest is missing" if data is None else "the manifest is not the one that was committed",
-            f"{store.url}/{MANIFEST}", None, None, None, expected, None if data is None else manifest_digest(data),
-            "Restore the file, or load another checkpoint",
+            path=f"{store.url}/{MANIFEST}", expected=expected, found=None if data is None else manifest_digest(data),
+            remedy="Restore the file, or load another checkpoint",
         )  # fmt: skip
     return Manifest.from_json(data)
 
@@ -59,9 +59,9 @@ def _committed_digest(store: Store) -> str:
     if root is None:
         begun = next(iter(store.names()), None) is not None
         raise NotACheckpointError(
-            "no checkpoint here", store.url, None, None, None, None,
-            "a directory without a root: a save that did not finish, or was partly deleted" if begun else "nothing",
-            "Load another checkpoint; functional_ckpt.sweep removes leftovers" if begun else "Check the path",
+            "no checkpoint here", path=store.url,
+            found="no root: a save that did not finish, or was partly deleted" if begun else "nothing",
+            remedy="Load another checkpoint; functional_ckpt.sweep removes leftovers" if begun else "Check the path",
         )  # fmt: skip
     try:
         ours = json.loads(root)["attributes"]["functional_ckpt"]
@@ -71,14 +71,14 @@ def _committed_digest(store: Store) -> str:
         return str(ours["manifest"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise NotACheckpointError(
-            "this Zarr group is not a checkpoint of functional_ckpt", store.url, remedy="Open it with zarr"
+            "this Zarr group is not a checkpoint of functional_ckpt", path=store.url, remedy="Open it with zarr"
         ) from None
 
 
 def check_identity(store: Store, identity: object) -> None:
     """Raise `CorruptionError` if another checkpoint has taken this one's place since `identity` was asked for."""
     if store.identity() != identity:
-        raise CorruptionError("the checkpoint was replaced while it was read", store.url, remedy="Load it again")
+        raise CorruptionError("the checkpoint was replaced while it was read", path=store.url, remedy="Load it again")
 
 
 @attrs.frozen

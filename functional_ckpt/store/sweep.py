@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.claim import is_live
+from functional_ckpt.store.claim import claimed_nodes, is_live
+from functional_ckpt.store.files import NEW
 from functional_ckpt.store.opening import local_path, open_store
 
 __all__ = ["is_claim_name", "leftover_names", "sweep"]
@@ -15,6 +16,7 @@ _IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim(\.new)?")
 # How our canonical JSON begins: other people have files of these names too.
 _BEGINNINGS = {"manifest.json": b'{"aliases":[', "provenance.json": b'{"finished":'}
 _HEADER = b'{"attributes":{"functional_ckpt":'
+_OURS = b'"functional_ckpt"'
 _CHUNK = re.compile(r"c(\.\d+)*(\.__lock)?")
 
 
@@ -76,24 +78,37 @@ def _begins(data: bytes, beginning: bytes) -> bool:
     return beginning.startswith(data[: len(beginning)])
 
 
+def _is_unnamed_root(store: Store, name: str) -> bool:
+    """Tell whether this is a root of ours that was written but not yet, or already, linked to its name."""
+    return name == f"zarr.json{NEW}" and _begins(store.read(name) or b"", b'{"')
+
+
 def leftover_names(store: Store) -> list[str]:
     """Return the objects that a save in marker mode wrote, if no root was ever published there; else none.
 
-    Our objects are manifest and provenance (whole or torn), claims, and nodes of which every object has the name of a
-    chunk or of array metadata that carries our attribute, or is torn.
+    Our objects are manifest and provenance (whole or torn), claims, a root that never got its name, and nodes of which
+    every object has the name of a chunk or of array metadata that carries our attribute or is torn. A node without
+    metadata is ours if a claim names it.
     """
     names = sorted(store.names())
     if "zarr.json" in names:
-        return [name for name in names if is_claim_name(name)]
+        return [name for name in names if is_claim_name(name) or _is_unnamed_root(store, name)]
+    memory = store.url.startswith("memory://")  # nobody else writes there, and no claim is needed
+    claimed = {node for name in names if is_claim_name(name) for node in claimed_nodes(store.read(name) or b"")}
     nodes: dict[str, list[str]] = {}
     for name in names:
         node, _, leaf = name.rpartition("/")
         if node and "/" not in node:
             nodes.setdefault(node, []).append(leaf)
-    found = [name for name in names if is_claim_name(name) or (name in _BEGINNINGS and _is_ours(store, name))]
+    found = [
+        name
+        for name in names
+        if is_claim_name(name) or _is_unnamed_root(store, name) or (name in _BEGINNINGS and _is_ours(store, name))
+    ]
     for node, leaves in nodes.items():
         if all(_CHUNK.fullmatch(leaf) or leaf == "zarr.json" for leaf in leaves):
             header = store.read(f"{node}/zarr.json")
-            if header is None or _begins(header, _HEADER) or b'"functional_ckpt"' in header:
+            known = node in claimed or memory if header is None else _begins(header, _HEADER) or _OURS in header
+            if known:
                 found += [f"{node}/{leaf}" for leaf in leaves]
     return found

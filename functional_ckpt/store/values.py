@@ -49,7 +49,7 @@ def encode_value(value: Any) -> Any:
     {'~dict': [['betas', {'~tuple': [0.9, {'~float': 'inf'}]}], [0, {'~bytes': 'eA=='}]]}
     """
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if value is None or kind in (bool, str):
         return value
     encode = _ENCODERS.get(kind) or _torch_encoder(kind)
     if encode is None:
@@ -140,6 +140,7 @@ def _encode_set(value: Any) -> list[Any]:
 
 
 _ENCODERS: dict[type, Callable[[Any], Any]] = {
+    int: lambda value: value if -(2**63) <= value < 2**63 else {"~int": hex(value)},
     float: _encode_float,
     list: _items,
     dict: _encode_dict,
@@ -154,6 +155,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
 }
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
+    "~int": lambda body: int(body, 16),
     "~float": _decode_float,
     "~dict": _from_pairs,
     "~tuple": lambda body: tuple(decode_value(item) for item in body),

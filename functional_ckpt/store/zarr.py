@@ -19,6 +19,10 @@ from functional_ckpt.store.encoding import Array, array_metadata, node_name, num
 __all__ = ["MemoryStore", "open_array", "read_box", "write_box"]
 
 
+# How TensorStore's status texts say that bytes are wrong, not that storage failed.
+_UNDECODABLE = ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOUND")
+
+
 @cache
 def _context() -> ts.Context:
     # One context for the process: `memory://` objects live as long as it does. Locking "os" keeps two
@@ -59,7 +63,11 @@ class MemoryStore:
         with storage_errors("writing", name):
             stamp = self._kv().write(name, data, if_equal=b"").result()
         if not stamp.generation:  # how TensorStore says that the condition did not hold
-            raise AlreadyExistsError("an object exists already", name, found=self.url)
+            raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a new object; every write here is whole."""
+        self.create(name, [memoryview(data)], len(data))
 
     def read(self, name: str) -> bytes | None:
         """Return an object's bytes, or None."""
@@ -75,7 +83,7 @@ class MemoryStore:
         """Return a copy of an object."""
         data = self.read(name)
         if data is None:
-            raise CorruptionError("an object is missing", name, found=self.url)
+            raise CorruptionError("an object is missing", path=name, found=self.url)
         return memoryview(data)
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
@@ -141,11 +149,10 @@ def read_box(array: ts.TensorStore, spec: ArraySpec, box: Box) -> Array:
         with storage_errors("reading", spec.key):
             values: Array = array[box.slices].read().result()
     except StorageError as error:
-        if not any(
-            status in str(error.found)
-            for status in ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOUND")
-        ):
+        if not any(status in str(error.found) for status in _UNDECODABLE):
             raise
-        raise CorruptionError("a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,
-                              "Restore the file, or load another checkpoint") from error  # fmt: skip
+        raise CorruptionError(
+            "a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,
+            "Restore the file, or load another checkpoint",
+        ) from error  # fmt: skip
     return np.asarray(values, order="C").view(numpy_dtype(spec.dtype))

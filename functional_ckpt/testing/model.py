@@ -62,7 +62,8 @@ def view(shard: ShardSpec, array: Array) -> Array:
     >>> view(ShardSpec(ArraySpec("w", (2, 3), "int8"), Box((0, 1), (2, 3)), 0, (1, 3)), np.arange(6).reshape(2, 3))
     array([2, 4])
     """
-    part = array[(*shard.box.slices, ...)]  # the dots keep an array of rank 0 an array
+    index: tuple[Any, ...] = (*shard.box.slices, ...)
+    part: Array = array[index]  # the dots keep an array of rank 0 an array
     return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
 
 

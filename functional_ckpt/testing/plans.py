@@ -82,7 +82,7 @@ def json_values() -> SearchStrategy[Any]:
     return st.recursive(
         st.none() | st.booleans() | number | st.text(max_size=4),
         lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
-        max_leaves=5,
+        max_leaves=4,
     )
 
 
@@ -97,7 +97,7 @@ def manifests(draw: DrawFn) -> Manifest:
     >>> manifest.aliases[0].target == manifest.arrays[0].spec.key
     True
     """
-    names = draw(st.lists(keys(), max_size=5, unique=True))
+    names = draw(st.lists(keys(), max_size=4, unique=True))
     kinds = [draw(st.sampled_from(["array", "value", "alias"])) for _ in names]
     specs = [draw(array_specs(name)) for name, kind in zip(names, kinds, strict=True) if kind == "array"]
     values = [name for name, kind in zip(names, kinds, strict=True) if kind == "value" or not specs]

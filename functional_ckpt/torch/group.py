@@ -34,6 +34,11 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
         If a rank does not come to connect in time.
     """
     if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise SpecError(
+                "a process group was passed, but torch.distributed is not initialised",
+                found=type(process_group).__name__, remedy="Call torch.distributed.init_process_group first",
+            )  # fmt: skip
         return LocalGather()
     parent: Any = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(parent)

@@ -111,11 +111,15 @@ class Ranks:
 
     def _receive(self, pipe, rank):
         try:
-            return pickle.loads(pipe.recv_bytes())
+            answer = pipe.recv_bytes()
         except EOFError:
             self._whole = False
             self._processes[rank].join(10)
             return Outcome(rank, dead=True)
+        try:
+            return pickle.loads(answer)
+        except Exception as error:
+            return Outcome(rank, None, error, traceback.format_exc())
 
     def _give_up(self, ranks, name, limit_s):
         for rank in ranks:

@@ -8,7 +8,6 @@ import pytest
 
 import functional_ckpt as fc
 from tests.mp import launch
-from tests.mp.test_state import known
 
 pytestmark = pytest.mark.mp
 
@@ -127,7 +126,6 @@ def test_one_rank_cancels_for_all(four, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@known("a rank that cancels during the last step raises on all, but rank 0 has published (saving.py finish)")
 def test_a_cancelled_save_is_never_published(four, tmp_path):
     outcomes = four.outcomes(cancelled_late, tmp_path / "a")
     raised = [o.error is not None for o in outcomes]

@@ -214,7 +214,6 @@ def report_that_fails(path):
     fc.save(state(), path, policy=IMPATIENT, progress=report)
 
 
-@known("progress callbacks run outside the common steps: the others wait for their timeout_s (saving.py write)")
 def test_a_progress_callback_that_fails(four, tmp_path):
     for error in errors(four.outcomes(report_that_fails, tmp_path / "a")):
         assert "the screen is gone" in str(error)
@@ -303,7 +302,7 @@ def test_a_rank_that_hangs_is_named_in_time(four, tmp_path):
     assert fc.verify(tmp_path / "a").ok
 
 
-@known("a file of a late rank brings the removed directory back (store/files.py _create: makedirs)")
+@known("a file of a late rank brings the removed directory back (store/files.py _make: makedirs)")
 def test_a_late_rank_leaves_nothing_behind(four, tmp_path):
     four.outcomes(hang, tmp_path / "a", 2, HANG_S)
     assert not list(tmp_path.iterdir())
