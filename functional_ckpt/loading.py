@@ -68,11 +68,16 @@ def load_tree(
         return tuple(seeker.used)
 
     used = {key for keys in together(gather, plan) for key in keys}
-    _check_unexpected(manifest, used, policy)
     skeleton, load_plan = kept[0]
+    agree(gather, lambda: _check_unexpected(manifest, used, policy))
     agree(gather, lambda: seeker.read(load_plan, identity, tracker))
-    tracker.enter("done")
-    return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, skeleton)
+
+    def finish() -> Any:
+        loaded = _resolved(skeleton)
+        tracker.enter("done")
+        return loaded
+
+    return agree(gather, finish)
 
 
 @attrs.frozen(eq=False)
@@ -158,7 +163,9 @@ class _Seeker:
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
-            self._missing(key)
+            # An empty container stands for what other ranks hold there.
+            if not (type(leaf) in (dict, list) and self._stored_below(key)):
+                self._missing(key)
             return leaf
         if adapter is None:
             raise SpecError(
@@ -198,6 +205,9 @@ class _Seeker:
         if action == "report":
             warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
 
+    def _stored_below(self, key: str) -> bool:
+        return any(not key or stored.startswith(f"{key}.") for stored in self._stored_keys())
+
     def _stored_keys(self) -> list[str]:
         return [*self.manifest.by_key, *self._values]
 
@@ -220,7 +230,7 @@ class _Seeker:
             ]
             return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
         raise PerRankError(
-            "values that differ by rank were saved by another number of ranks", key, self.gather.rank, None, None,
+            "values that differ by rank were saved by another number of ranks", key, None, None, None,
             f"{saved} ranks", f"{now} ranks", "Pass LoadPolicy(per_rank='first') or a function that deals them out",
         )  # fmt: skip
 
@@ -248,7 +258,9 @@ def _rank_key(key: str, rank: int, inner: TreePath) -> str:
 
 def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
     """Return the object that an array of bytes holds."""
-    chunks = [read_chunk(store, entry.spec, entry.layout, index) for index in entry.grid.touched(entry.spec.box)]
+    indices = list(entry.grid.touched(entry.spec.box))
+    raise_problems(problem for index in indices if (problem := check_chunk(store, entry, index)) is not None)
+    chunks = [read_chunk(store, entry.spec, entry.layout, index) for index in indices]
     for position, chunk in enumerate(chunks):
         check_digest(entry, position, digest(chunk))
     return object_from_bytes(entry.spec.key, np.concatenate(chunks), safe_globals)

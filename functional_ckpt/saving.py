@@ -22,6 +22,7 @@ from functional_ckpt.errors import (
     ProblemError,
     SaveCancelledError,
     SpecError,
+    StorageError,
     raise_problems,
 )
 from functional_ckpt.plan.manifest import Manifest
@@ -32,7 +33,7 @@ from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import Site, abandon, begin, check_shared, publish
+from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.execute import ChunkDigest, Receipt, check_chunk, digest_shared, write_plan
 from functional_ckpt.store.opening import open_store
@@ -123,12 +124,12 @@ def _begin(
         site = together(gather, coordinate)[0]
         if site is None:
             raise SpecError("no rank calls itself 0", rank=gather.rank)
-        agree(gather, lambda: check_shared(site, gather.rank))
+        seen = agree(gather, lambda: seen_from(site, path, gather.rank))
     except BaseException:
         for mine in begun:
             abandon(*mine)
         raise
-    return site, begun[0][1] if begun else None
+    return seen, begun[0][1] if begun else None
 
 
 def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
@@ -152,29 +153,19 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     CheckpointError
         On every rank, if any rank has failed.
     """
-    gather, policy, mine = prepared.gather, prepared.policy, prepared.mine
-    store = open_store(prepared.site.work_url, _sync_mode(policy.durability, mine))
+    gather, mine = prepared.gather, prepared.mine
+    store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
+    budget = prepared.policy.budget_nbytes
 
     def write_mine() -> Receipt:
         tracker.enter("write", _nbytes(mine))
-        receipt = write_plan(mine, prepared.buffers, store, policy.budget_nbytes, tracker.add)
+        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add)
         store.flush()
         return receipt
 
     def digest_mine() -> tuple[ChunkDigest, ...]:
         tracker.enter("digest")
-        return digest_shared(mine, store, policy.budget_nbytes)
-
-    def check() -> None:
-        tracker.enter("publish")
-        if tracker.cancelled.is_set():
-            raise SaveCancelledError("the save was cancelled")
-        if gather.rank == 0 and gather.size > 1:
-            _check_presence(store, manifest)
-
-    def finish() -> None:
-        if gather.rank == 0:
-            publish(prepared.site, store, manifest, _provenance(prepared, receipts), policy.consolidate)
+        return digest_shared(mine, store, budget)
 
     with _abandoning(prepared):
         receipts = together(gather, write_mine)
@@ -182,8 +173,7 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         if prepared.plan.digests:
             digests += [d for found in together(gather, digest_mine) for d in found]
         manifest = build_manifest(prepared.state, prepared.plan, ((d.key, d.position, d.digest) for d in digests))
-        agree(gather, check)
-        agree(gather, finish)
+        _publish(prepared, store, manifest, receipts, tracker)
     if prepared.claim is not None:
         prepared.claim.release()
     try:
@@ -191,6 +181,36 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
         warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
     return manifest
+
+
+def _publish(prepared: Prepared, store: Store, manifest: Manifest, receipts: list[Receipt], tracker: Tracker) -> None:
+    """Let rank 0 publish, unless a rank has cancelled, a chunk is missing, or it takes too long."""
+    gather, timeout_s = prepared.gather, prepared.policy.timeout_s
+    coordinates = gather.rank == 0
+
+    def check() -> None:
+        tracker.enter("publish")
+        if tracker.cancelled.is_set():
+            raise SaveCancelledError("the save was cancelled")
+        if coordinates and gather.size > 1:
+            _check_presence(store, manifest)
+
+    def confirm() -> None:
+        # The others have given up by then and said that the save failed.
+        if gather.size > 1 and time.monotonic() > checked + timeout_s:
+            raise StorageError(
+                "rank 0 took longer to publish than the other ranks wait", path=prepared.site.url,
+                expected=f"at most {timeout_s} s", remedy="Pass a longer SavePolicy(timeout_s=...)",
+            )  # fmt: skip
+
+    def finish() -> None:
+        if coordinates:
+            provenance = _provenance(prepared, receipts)
+            publish(prepared.site, store, manifest, provenance, prepared.policy.consolidate, confirm)
+
+    agree(gather, check)
+    checked = time.monotonic()
+    agree(gather, finish)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ flip_a_bit("flipped/w/c.0")
 try:
     functional_ckpt.load({"w": torch.zeros_like(w)}, "flipped")
 except errors.CorruptionError as error:
-    print("functional_ckpt:", error.what)
+    print("functional_ckpt:", error.chunk, error.what)
 
 dcp.save({"w": w}, checkpoint_id="flipped-dcp")
 flip_a_bit("flipped-dcp/__0_0.distcp")

@@ -8,7 +8,8 @@ functional_ckpt.save({"w": np.arange(8, dtype="float32").reshape(4, 2)}, "checkp
 with open("checkpoint/w/c.0.0", "r+b") as chunk:  # a bit flips
     chunk.write(b"\x01")
 report = functional_ckpt.verify("checkpoint")
-print(report.ok, report.problems[0].key, report.problems[0].what)
+problem = report.problems[0]
+print(report.ok, problem.key, problem.chunk, problem.what)
 # --8<-- [end:flip]
 
 # --8<-- [start:covered]
@@ -21,5 +22,5 @@ try:
     policy = functional_ckpt.LoadPolicy(verify="full")
     functional_ckpt.load(left, "checkpoint", policy=policy)
 except functional_ckpt.errors.CorruptionError as error:
-    print(error.what)
+    print(error.chunk, error.what)
 # --8<-- [end:covered]

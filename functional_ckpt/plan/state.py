@@ -13,6 +13,7 @@ from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError
 from functional_ckpt.plan.check import check_unique_keys
 from functional_ckpt.plan.manifest import Alias, ArrayEntry, Manifest, PerRankEntry, ValueEntry
 from functional_ckpt.plan.save import SavePlan
+from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec, World
 from functional_ckpt.spec.tree import unflatten
 
@@ -178,14 +179,17 @@ def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) ->
 
 
 def _unequal_copies(states: Sequence[LocalState]) -> list[ProblemError]:
-    first: dict[str, tuple[int, bytes]] = {}
+    first: dict[str, tuple[int, bytes, ArraySpec]] = {}
     problems: list[ProblemError] = []
     for rank, state in enumerate(states):
+        specs = {shard.key: shard.array for shard in state.shards}
         for leaf in state.arrays:
             if leaf.copy_digest is None:
                 continue
-            first_rank, digest = first.setdefault(leaf.key, (rank, leaf.copy_digest))
-            if digest != leaf.copy_digest:
+            spec = specs[leaf.key]
+            first_rank, digest, first_spec = first.setdefault(leaf.key, (rank, leaf.copy_digest, spec))
+            # Another shape or data type is a problem of its own, which planning names.
+            if digest != leaf.copy_digest and spec == first_spec:
                 problems.append(ReplicaError(
                     "ranks hold different copies of a plain tensor", leaf.key, (first_rank, rank), None, None,
                     digest.hex(), leaf.copy_digest.hex(),

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from functional_ckpt.store.files import FileStore, exchange_paths, sync_director
 from functional_ckpt.store.opening import local_path, open_store
 from functional_ckpt.store.sweep import is_claim_name, leftover_names
 
-__all__ = ["MANIFEST", "PROVENANCE", "ROOT", "Site", "abandon", "begin", "check_shared", "manifest_digest", "publish"]
+__all__ = ["MANIFEST", "PROVENANCE", "ROOT", "Site", "abandon", "begin", "manifest_digest", "publish", "seen_from"]
 
 ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
 
@@ -93,28 +93,57 @@ def begin(url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str]) -> 
     return site, claim
 
 
-def check_shared(site: Site, rank: int) -> None:
-    """Raise `PathNotSharedError` unless this rank sees the claim that the coordinator has made."""
-    claim = site.claim_path()
-    if claim is not None and not (claimed_by(claim, site.save_id) and Path(site.work_url).is_dir()):
+def seen_from(site: Site, url: str | Path, rank: int) -> Site:
+    """Return `site` under the path that this rank was given; mounts may differ, the file system may not.
+
+    Raises
+    ------
+    PathNotSharedError
+        Unless the claim that the coordinator has made is found there.
+    """
+    if site.claim_path() is None:
+        return site
+    final, work = local_path(url), Path(site.work_url)
+    final = final.resolve() if final.is_symlink() else final
+    mine = attrs.evolve(
+        site, url=str(final), work_url=str(final if site.mode == "marker" else final.parent / work.name)
+    )
+    claim = mine.claim_path()
+    if claim is None or not (claimed_by(claim, site.save_id) and Path(mine.work_url).is_dir()):
         raise PathNotSharedError(
-            "this rank does not see the directory that rank 0 has created", None, rank, path=site.url,
-            remedy="Save to a path on a file system that all ranks share",
+            "this rank does not see the directory that rank 0 has created", None, rank, path=str(final),
+            expected=site.work_url, remedy="Save to one path on a file system that all ranks share",
         )  # fmt: skip
+    return mine
 
 
-def publish(site: Site, store: Store, manifest: Manifest, provenance: Mapping[str, Any], consolidate: bool) -> None:
-    """Write manifest, provenance and root, in this order, and make the checkpoint appear."""
+def publish(
+    site: Site,
+    store: Store,
+    manifest: Manifest,
+    provenance: Mapping[str, Any],
+    consolidate: bool,
+    confirm: Callable[[], None],
+) -> None:
+    """Write manifest, provenance and root, in this order, and make the checkpoint appear.
+
+    `confirm` is called right before the step after which the checkpoint is there; it may still raise.
+    """
     text = manifest.to_json()
     for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
         store.create(name, [memoryview(data)], len(data))
-    store.flush()
     root = _root_metadata(manifest, text, consolidate)
-    store.publish(ROOT, root)
+    if site.mode == "marker":
+        store.flush()
+        confirm()
+        store.publish(ROOT, root)
+        store.flush()
+        return
+    store.create(ROOT, [memoryview(root)], len(root))
     store.flush()
-    if site.mode == "rename":
-        with storage_errors("publishing", site.url):
-            _rename(site, isinstance(store, FileStore) and store.sync != "none")
+    confirm()
+    with storage_errors("publishing", site.url):
+        _rename(site, isinstance(store, FileStore) and store.sync != "none")
 
 
 def abandon(site: Site, claim: Claim | None) -> None:

@@ -86,10 +86,9 @@ class FileStore:
 
     def _make(self, directory: str) -> None:
         path = self._prefix + directory
-        try:
+        # Never the root itself: a late writer must not bring back an abandoned save.
+        with suppress(FileExistsError):
             os.mkdir(path)
-        except FileExistsError:
-            pass  # the root itself is never made here: a late writer must not bring back an abandoned save
         self._directories[directory] = None
 
     def publish(self, name: str, data: bytes) -> None:

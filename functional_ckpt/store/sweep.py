@@ -47,7 +47,8 @@ def sweep(path: str | Path) -> tuple[str, ...]:
         shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
         removed.append(str(item))
     claims = [item for item in root.glob(".*.claim*") if is_claim_name(item.name)]
-    if claims and not any(is_live(claim) for claim in claims):
+    begun = bool(claims) or (root / f"zarr.json{NEW}").is_file()
+    if begun and not any(is_live(claim) for claim in claims):
         removed += _sweep_in_place(open_store(root))
     return tuple(sorted(removed))
 

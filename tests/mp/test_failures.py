@@ -12,7 +12,7 @@ import pytest
 
 import functional_ckpt as fc
 from tests.mp import launch
-from tests.mp.test_state import errors, known
+from tests.mp.test_state import errors
 
 pytestmark = pytest.mark.mp
 
@@ -199,7 +199,6 @@ def test_a_path_that_one_rank_does_not_share(four, tmp_path):
     check_works(four, tmp_path / "a")
 
 
-@known("a rank's own path is ignored, all write where rank 0 says (store/commit.py check_shared)")
 def test_different_paths_are_no_shared_path(four, tmp_path):
     for error in errors(four.outcomes(save_apart, tmp_path)):
         assert isinstance(error, fc.errors.PathNotSharedError)
@@ -249,7 +248,6 @@ def load_per_rank(path):
     return fc.load({"seed": fc.PerRank(0)}, path, policy=fc.LoadPolicy(per_rank=dealt, timeout_s=20))
 
 
-@known("the rule that deals out values by rank runs after the last common step (loading.py load_tree)")
 def test_a_load_rule_that_fails_on_one_rank(two, four, tmp_path):
     four.run(save_per_rank, tmp_path / "a")
     for error in errors(two.outcomes(load_per_rank, tmp_path / "a")):
@@ -302,7 +300,6 @@ def test_a_rank_that_hangs_is_named_in_time(four, tmp_path):
     assert fc.verify(tmp_path / "a").ok
 
 
-@known("a file of a late rank brings the removed directory back (store/files.py _make: makedirs)")
 def test_a_late_rank_leaves_nothing_behind(four, tmp_path):
     four.outcomes(hang, tmp_path / "a", 2, HANG_S)
     assert not list(tmp_path.iterdir())
@@ -313,7 +310,6 @@ def hang_while_publishing(path):
         save(path, IMPATIENT)
 
 
-@known("rank 0 publishes even if the others gave up waiting for it (saving.py finish)")
 def test_what_all_ranks_gave_up_is_not_published(four, tmp_path):
     outcomes = four.outcomes(hang_while_publishing, tmp_path / "a")
     assert all(isinstance(o.error, fc.errors.RankFailedError) for o in outcomes)
