@@ -20,10 +20,10 @@ from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, ca
 from functional_ckpt.plan.state import ArrayLeaf, LocalState
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.array import check_key
-from functional_ckpt.spec.sharding import Fragment, ShardSpec
+from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
-from functional_ckpt.store.buffer import Buffer, region_of
-from functional_ckpt.store.encoding import digest
+from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.execute import content_digest
 from functional_ckpt.store.values import encode_value, is_plain
 
 __all__ = ["capture"]
@@ -121,10 +121,8 @@ class _Capture:
         key = key_of(path)
         check_key(key)
         for item in path:
-            value = item.value if isinstance(item, DictKey) else None
-            finite = not isinstance(value, float) or math.isfinite(value)
-            if not (value is None or isinstance(value, bool | int | float | str)) or not finite:
-                raise SpecError("a dict key of this type has no representation", key, found=_type_name(value),
+            if isinstance(item, DictKey) and not _is_representable(item.value):
+                raise SpecError("a dict key of this type has no representation", key, found=_type_name(item.value),
                                 remedy="Use text, ints, finite floats, bools or None")  # fmt: skip
         if key in self._keys:
             raise DuplicateKeyError("two leaves have one key", key, None, None, None, self._keys[key], path,
@@ -140,14 +138,12 @@ class _Capture:
         self._shards += [shard for shard, _ in held.parts]
         self.buffers[key] = tuple(buffer for _, buffer in held.parts)
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
-        copy_digest = _content_digest(held) if checked and not _is_per_rank(path) else None
+        copy_digest = content_digest(held.parts[0][1], held.spec) if checked and not _is_per_rank(path) else None
         self._arrays.append((ArrayLeaf(key, path, codec, None, held.copy, copy_digest), held.identity))
 
 
-def _content_digest(held: HeldArray) -> bytes:
-    _, buffer = held.parts[0]
-    box = held.spec.box
-    return digest(buffer.get(Fragment(box, 0), region_of(box.start, box.start, box.stop)))
+def _is_representable(key: object) -> bool:
+    return key is None or isinstance(key, bool | int | str) or (isinstance(key, float) and math.isfinite(key))
 
 
 def _is_per_rank(path: Path) -> bool:

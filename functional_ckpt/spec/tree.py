@@ -66,7 +66,10 @@ def key_of(path: Path) -> str:
     >>> key_of(("layers", 0, "weight"))
     'layers.0.weight'
     """
-    return ".".join(str(item.value) if isinstance(item, DictKey) else str(item) for item in path)
+    try:
+        return ".".join(path)  # type: ignore[arg-type] # nearly all paths are text
+    except TypeError:
+        return ".".join(str(item.value) if isinstance(item, DictKey) else str(item) for item in path)
 
 
 def flatten(tree: object) -> tuple[tuple[Path, Any], ...]:

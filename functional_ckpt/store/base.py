@@ -8,7 +8,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, StorageError
 
-__all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Capabilities", "OnBlock", "Store", "storage_errors"]
+__all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Capabilities", "OnBlock", "Store", "storage_error", "storage_errors"]
 
 
 OnBlock: TypeAlias = Callable[[memoryview], object]
@@ -110,10 +110,14 @@ class storage_errors:  # noqa: N801 - used as a with statement, on the path of e
         if isinstance(error, CheckpointError):
             return
         if isinstance(error, OSError):
-            full = error.errno in (ENOSPC, EDQUOT)
-            raise StorageError(
-                f"{self.what} failed", path=self.name, found=f"{type(error).__name__}: {error.strerror or error}",
-                remedy="Free space; nothing was published" if full else None,
-            ) from error  # fmt: skip
+            raise storage_error(self.what, self.name, error) from error
         if isinstance(error, ValueError | RuntimeError):  # TensorStore raises these with its status text
             raise StorageError(f"{self.what} failed", path=self.name, found=str(error)) from error
+
+
+def storage_error(what: str, name: str, error: OSError) -> StorageError:
+    """Return what `storage_errors` raises for an error of the operating system."""
+    full = error.errno in (ENOSPC, EDQUOT)
+    found = f"{type(error).__name__}: {error.strerror or error}"
+    remedy = "Free space; nothing was published" if full else None
+    return StorageError(f"{what} failed", path=name, found=found, remedy=remedy)

@@ -5,7 +5,8 @@ with codecs, or of which this rank holds only a part, goes through TensorStore. 
 detour over the grid: a small tensor costs two file creations and little else.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import numpy as np
 import xxhash
 
 from functional_ckpt.errors import CorruptionError
-from functional_ckpt.plan.layout import ChunkGrid, Layout
+from functional_ckpt.plan.layout import ChunkGrid, Layout, subdivide
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.save import ArrayPlan, ArrayWrite, SavePlan
@@ -35,7 +36,7 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
-from functional_ckpt.store.work import Work, run_all
+from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 
 __all__ = ["ChunkDigest", "Receipt", "check_chunk", "digest_shared", "read_chunk", "read_plan", "write_plan"]
 
@@ -68,14 +69,32 @@ def write_plan(
 ) -> Receipt:
     """Write what `plan` (restricted to this rank) says, from the rank's `buffers`; shared chunks get no digest yet."""
     arrays = {array.spec.key: array for array in plan.arrays}
-    work = [Work(0, _header_writer(arrays[h.key], store)) for h in plan.headers]
-    nbytes = 0
+    headers = {h.key: None for h in plan.headers}
+    work: list[Work] = []
     for write in plan.writes:
-        pieces = _chunk_writers(arrays[write.key], write, buffers[write.shard], store)
-        work += pieces
-        nbytes += sum(piece.nbytes for piece in pieces)
+        header = write.key in headers
+        if header:
+            del headers[write.key]
+        work += _writers(arrays[write.key], write, buffers[write.shard], store, header)
+    work += [Work(0, partial(_write_header, arrays[key], store)) for key in headers]  # arrays without cells
     done = run_all(work, budget_nbytes, on_bytes)
-    return Receipt(tuple(d for d in done if isinstance(d, ChunkDigest)), nbytes)
+    digests = tuple(digest for found in done for digest in cast("list[ChunkDigest]", found or ()))
+    return Receipt(digests, sum(piece.nbytes for piece in work))
+
+
+def content_digest(buffer: Buffer, spec: ArraySpec) -> bytes:
+    """Return the digest of a whole array in a buffer, looking at a few MiB at a time wherever it lies."""
+    whole = Fragment(spec.box, 0)
+    view = buffer.view(whole)
+    if view is not None and view.flags.c_contiguous:
+        return digest(view)
+    free = (False,) * len(spec.shape)
+    chunk = subdivide(tuple(max(n, 1) for n in spec.shape), free, spec.itemsize, 16 * BLOCK_NBYTES, 0)
+    hasher = xxhash.xxh3_128()
+    # Leading axes are split first, so that the pieces in order are the array in C order.
+    for piece in _pieces(ChunkGrid(spec.shape, chunk), spec.box):
+        hasher.update(as_bytes(buffer.get(whole, _region(spec.box, piece.box))))
+    return hasher.digest()
 
 
 def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> tuple[ChunkDigest, ...]:
@@ -112,7 +131,7 @@ def read_plan(
         buffers[fill.shard].put(fill.target, region, np.zeros((), np.int8))
     work: list[Work] = []
     for read in plan.reads:
-        work += _chunk_readers(entries[read.key], read, buffers[read.shard], store, verify)
+        work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
     run_all(work, budget_nbytes, on_bytes)
 
 
@@ -175,64 +194,64 @@ def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
         )  # fmt: skip
 
 
-def _header_writer(array: ArrayPlan, store: Store) -> Callable[[], None]:
-    def write() -> None:
-        text = array_metadata(array.spec, array.layout)
-        store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
-
-    return write
+def _write_header(array: ArrayPlan, store: Store) -> None:
+    text = array_metadata(array.spec, array.layout)
+    store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
 
 
-def _chunk_writers(array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store) -> list[Work]:
-    fragment = Fragment(write.box, write.run)
-    itemsize, node = array.spec.itemsize, node_name(array.spec.key)
-    return [
-        Work(chunk.piece.size * itemsize, _chunk_writer(array, chunk, buffer, fragment, f"{node}/{chunk.name}", store))
-        for chunk in _pieces(array.grid, write.box)
-    ]
+def _writers(array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store, header: bool) -> list[Work]:
+    """Return the work of one write: one piece if it is small, else one per chunk."""
+    itemsize, pieces = array.spec.itemsize, _pieces(array.grid, write.box)
+    nbytes = write.box.size * itemsize
+    make = partial(_write_pieces, array, write, buffer, store)
+    if nbytes < SMALL_NBYTES:
+        return [Work(nbytes, partial(make, pieces, header))]
+    first = [Work(0, partial(_write_header, array, store))] if header else []
+    return first + [Work(piece.box.size * itemsize, partial(make, (piece,), False)) for piece in pieces]
+
+
+def _write_pieces(
+    array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store, pieces: Iterable["_Piece"], header: bool
+) -> list[ChunkDigest]:
+    if header:
+        _write_header(array, store)
+    spec, layout = array.spec, array.layout
+    fragment, node = Fragment(write.box, write.run), node_name(spec.key)
+    found: list[ChunkDigest] = []
+    for piece in pieces:
+        values = buffer.get(fragment, _region(write.box, piece.box))
+        if piece.whole and is_raw(layout):
+            made = _create_chunk(store, f"{node}/{chunk_name(piece.index)}", values, layout)
+        else:
+            from functional_ckpt.store.zarr import open_array, write_box
+
+            write_box(open_array(store, spec, layout), spec.key, piece.box, values, layout)
+            made = digest(values) if piece.whole else b""
+        if piece.whole:
+            found.append(ChunkDigest(spec.key, piece.position, made))
+    return found
 
 
 @attrs.frozen
 class _Piece:
-    """The cells that a box and a chunk share: `whole` if these are all of the chunk's."""
+    """What a box and chunk number `position` have in common: `whole` if `box` is all of the chunk."""
 
     index: tuple[int, ...]
     position: int
-    piece: Box
+    box: Box
     whole: bool
-
-    @property
-    def name(self) -> str:
-        return chunk_name(self.index)
 
 
 def _pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
-    """Yield what `box` and each chunk that it touches have in common, row-major."""
+    """Yield the pieces of `box` by the chunks that it touches, row-major."""
     if grid.is_single:
         yield _Piece((0,) * len(grid.shape), 0, box, box.shape == grid.shape)
         return
     for index in grid.touched(box):
         chunk = grid.box(index)
-        piece = chunk.intersect(box)
-        if piece is not None:
-            yield _Piece(index, grid.position(index), piece, piece == chunk)
-
-
-def _chunk_writer(
-    array: ArrayPlan, chunk: _Piece, buffer: Buffer, fragment: Fragment, name: str, store: Store
-) -> Callable[[], ChunkDigest | None]:
-    spec, layout, piece, whole = array.spec, array.layout, chunk.piece, chunk.whole
-
-    def write() -> ChunkDigest | None:
-        values = buffer.get(fragment, _region(fragment.box, piece))
-        if whole and is_raw(layout):
-            return ChunkDigest(spec.key, chunk.position, _create_chunk(store, name, values, layout))
-        from functional_ckpt.store.zarr import open_array, write_box
-
-        write_box(open_array(store, spec, layout), spec.key, piece, values, layout)
-        return ChunkDigest(spec.key, chunk.position, digest(values)) if whole else None
-
-    return write
+        common = chunk.intersect(box)
+        if common is not None:
+            yield _Piece(index, grid.position(index), common, common == chunk)
 
 
 def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
@@ -256,38 +275,40 @@ def _create_chunk(store: Store, name: str, values: Array, layout: Layout) -> byt
     return hasher.digest()
 
 
-def _chunk_readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, verify: str) -> list[Work]:
-    itemsize, node = entry.spec.itemsize, node_name(entry.spec.key)
-    return [
-        Work(
-            chunk.piece.size * itemsize,
-            _chunk_reader(entry, chunk, buffer, read.target, f"{node}/{chunk.name}", store, verify),
-        )
-        for chunk in _pieces(entry.grid, read.box)
-    ]
+def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, verify: str) -> list[Work]:
+    """Return the work of one read: one piece if it is small, else one per chunk."""
+    itemsize, pieces = entry.spec.itemsize, _pieces(entry.grid, read.box)
+    nbytes = read.box.size * itemsize
+    fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
+    if nbytes < SMALL_NBYTES:
+        return [Work(nbytes, partial(fill, pieces))]
+    return [Work(piece.box.size * itemsize, partial(fill, (piece,))) for piece in pieces]
 
 
-def _chunk_reader(
-    entry: ArrayEntry, chunk: _Piece, buffer: Buffer, target: Fragment, name: str, store: Store, verify: str
-) -> Callable[[], None]:
-    spec, layout, index, piece, whole = entry.spec, entry.layout, chunk.index, chunk.piece, chunk.whole
+def _read_pieces(
+    entry: ArrayEntry, target: Fragment, buffer: Buffer, store: Store, verify: str, pieces: Iterable[_Piece]
+) -> None:
+    view, node = buffer.view(target), node_name(entry.spec.key)
+    for piece in pieces:
+        region = _region(target.box, piece.box)
+        into = view[region] if piece.whole and view is not None else None
+        if into is not None and _is_direct(into, entry.spec, entry.layout):
+            name = f"{node}/{chunk_name(piece.index)}"
+            check_digest(entry, piece.position, _read_direct(store, name, as_bytes(into), verify != "none"))
+        else:
+            buffer.put(target, region, _read_piece(entry, piece, store, verify))
 
-    def read() -> None:
-        region = _region(target.box, piece)
-        view = buffer.view(target)
-        into = view[region] if whole and view is not None else None
-        if into is not None and _is_direct(into, spec, layout):
-            check_digest(entry, chunk.position, _read_direct(store, name, as_bytes(into), verify != "none"))
-            return
-        cells = entry.grid.box(index)
-        part = piece.relative_to(cells)
-        all_of_it = verify == "full" or whole
-        values = read_chunk(store, spec, layout, index, None if all_of_it else part)
-        if all_of_it and verify != "none":
-            check_digest(entry, chunk.position, digest(values))
-        buffer.put(target, region, values[region_of((0,) * part.ndim, part.start, part.stop)])
 
-    return read
+def _read_piece(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
+    """Return the cells of a piece; the whole chunk is read and checked if `verify` wants that or they are all of it."""
+    chunk = entry.grid.box(piece.index)
+    part = piece.box.relative_to(chunk)
+    all_of_it = verify == "full" or piece.whole
+    values = read_chunk(store, entry.spec, entry.layout, piece.index, None if all_of_it else part)
+    if all_of_it and verify != "none":
+        check_digest(entry, piece.position, digest(values))
+    cells: Array = values[region_of((0,) * part.ndim, part.start, part.stop)]
+    return cells
 
 
 def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:

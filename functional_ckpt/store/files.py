@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_errors
+from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
 
 __all__ = ["NEW", "FileStore", "exchange_paths", "sync_directory"]
 
@@ -61,12 +61,11 @@ class FileStore:
     def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
         """Write a new file; an existing one is never opened, since a hard link may share it."""
         try:
-            with storage_errors("writing", name):
-                self._create(name, parts, nbytes, each)
-        except StorageError as error:
-            if isinstance(error.__cause__, FileExistsError):
-                raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
-            raise
+            self._create(name, parts, nbytes, each)
+        except FileExistsError:
+            raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
+        except OSError as error:
+            raise storage_error("writing", name, error) from error
 
     def _create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None) -> None:
         directory = name.rpartition("/")[0]

@@ -1,18 +1,17 @@
 """Many small and few large pieces of work on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from threading import Thread
 
 import attrs
 
-__all__ = ["Work", "run_all", "thread_count"]
+__all__ = ["SMALL_NBYTES", "Work", "run_all", "thread_count"]
 
-# Below this a piece is mostly system calls and Python; threads then begin at opposite ends of the pile.
-_SMALL_NBYTES = 256 * 2**10
-# Fewer small pieces than this are done before a thread has started.
-_FEW = 128
+#: Below this a piece is mostly Python and short system calls, where threads only wait for one another (measured: two
+#: threads take 1.4 times as long as one).
+SMALL_NBYTES = 256 * 2**10
 
 
 @attrs.frozen(eq=False)
@@ -31,8 +30,8 @@ def thread_count() -> int:
 def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], None] | None = None) -> list[object]:
     """Run all `work` and return the results in order; after the first failure nothing more begins.
 
-    Every thread does one piece at a time, and there are only as many threads as `budget_nbytes` allows of the largest
-    piece (at least one).
+    Large pieces run on threads, one at a time each, and there are only as many threads as `budget_nbytes` allows of the
+    largest piece; this thread does the small ones and then helps.
 
     Examples
     --------
@@ -42,11 +41,11 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     pieces = list(work)
     results: list[object] = [None] * len(pieces)
     failures: list[BaseException] = []
-    small = [i for i, piece in enumerate(pieces) if piece.nbytes < _SMALL_NBYTES]
-    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= _SMALL_NBYTES]
+    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES]
+    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES]
     largest = max((pieces[i].nbytes for i in large), default=1)
 
-    def drain(order: Iterator[int]) -> None:
+    def drain(order: Iterable[int]) -> None:
         try:
             for i in order:
                 if failures:
@@ -57,14 +56,13 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
         except BaseException as error:
             failures.append(error)
 
-    # Each list has one iterator for all threads: taking the next item of it is atomic.
-    todo_small, todo_large = iter(small), iter(large)
-    useful = len(large) + len(small) // _FEW
-    count = min(thread_count(), useful, max(1, budget_nbytes // largest))
-    helpers = [Thread(target=drain, args=(chain(todo_large, todo_small),)) for _ in range(count - 1)]
+    # The large ones have one iterator for all threads: taking its next item is atomic.
+    todo = iter(large)
+    count = min(thread_count(), len(large), max(1, budget_nbytes // largest))
+    helpers = [Thread(target=drain, args=(todo,)) for _ in range(count - 1)]
     for helper in helpers:
         helper.start()
-    drain(chain(todo_small, todo_large))
+    drain(chain(small, todo))
     for helper in helpers:
         helper.join()
     if failures:
