@@ -30,7 +30,7 @@ __all__ = ["capture"]
 
 
 def capture(
-    tree: Any, gather: Gather, policy: SavePolicy, attributes: Mapping[str, Any] | None
+    tree: Any, gather: Gather, policy: SavePolicy, overwrite: bool, attributes: Mapping[str, Any] | None
 ) -> tuple[LocalState, dict[str, tuple[Buffer, ...]]]:
     """Describe this rank's leaves, and return the buffers by key.
 
@@ -44,7 +44,7 @@ def capture(
         seen.guard(seen.add, path, leaf)
     seen.guard(seen.set_attributes, attributes or {})
     raise_problems(seen.problems)
-    return seen.state(), seen.buffers
+    return attrs.evolve(seen.state(), terms=_terms(policy, overwrite)), seen.buffers
 
 
 class _Capture:
@@ -111,8 +111,8 @@ class _Capture:
         elif self.policy.object_codec is None:
             raise UnsupportedLeafError(
                 "a leaf is neither an array nor a plain value", key, None, None, None,
-                "arrays, numbers, text, bytes, None, and tuples of them", _type_name(leaf),
-                "Convert it, or pass SavePolicy(object_codec='torch') to store what torch.save makes of it",
+                "an array, a number, text, bytes, None, or a tuple of plain values", _type_name(leaf),
+                "Make a tuple of arrays a list; for other objects pass SavePolicy(object_codec='torch')",
             )  # fmt: skip
         else:
             self._add_object(key, path, leaf)
@@ -140,6 +140,12 @@ class _Capture:
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
         copy_digest = content_digest(held.parts[0][1], held.spec) if checked and not _is_per_rank(path) else None
         self._arrays.append((ArrayLeaf(key, path, codec, None, held.copy, copy_digest), held.identity))
+
+
+def _terms(policy: SavePolicy, overwrite: bool) -> str:
+    """Return what all ranks must want alike; budget and durability are each rank's own."""
+    alike = (policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec, policy.consolidate)
+    return f"{alike} overwrite={overwrite}"
 
 
 def _is_representable(key: object) -> bool:

@@ -19,7 +19,7 @@ from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import HostBuffer
-from functional_ckpt.store.encoding import numpy_dtype
+from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.store.execute import check_chunk, read_plan
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import check_identity, read_manifest
@@ -71,6 +71,21 @@ class StoredArray:
         """Bytes of the elements, uncompressed."""
         return self.entry.spec.nbytes
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        """Return the extent of the first dimension."""
+        if not self.shape:
+            raise TypeError("an array of rank 0 has no length")
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return the whole array, for ``numpy.asarray``."""
+        return np.asarray(self[...], dtype)
+
     def __getitem__(self, index: Any) -> Any:
         """Return elements as numpy does for ints, slices with any step, and ``...``; reads the chunks touched only.
 
@@ -82,11 +97,16 @@ class StoredArray:
             If a chunk is missing, or one that is read whole differs from its digest.
         """
         box, rest = _basic_index(index, self.shape, self.key)
-        values = np.empty(box.shape, numpy_dtype(self.dtype))
         for chunk in self.entry.grid.touched(box):
             problem = check_chunk(self._store, self.entry, chunk)
             if problem is not None:
                 raise problem
+        try:
+            values = np.empty(box.shape, numpy_dtype(self.dtype))
+        except (MemoryError, ValueError) as error:
+            raise CorruptionError(
+                "an array does not fit into memory", self.key, None, self.shape, found=str(error)
+            ) from None
         reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
         read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], self._store, _BUDGET_NBYTES)
         check_identity(self._store, self._identity)
@@ -129,7 +149,9 @@ class Checkpoint(Mapping[str, StoredArray]):
         """Return the array under `key`."""
         entry = self.manifest.by_key.get(key)
         if entry is None:
-            raise KeyMismatchError("the checkpoint has no such array", key)
+            plain = any(value.key == key for value in self.manifest.values)
+            remedy = "It is a plain value: look at state() or tree()" if plain else None
+            raise KeyMismatchError("the checkpoint has no such array", key, remedy=remedy)
         return StoredArray(entry, self._store, self._identity)
 
     def __iter__(self) -> Iterator[str]:
@@ -151,7 +173,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         leaves += [(_path(v.path, v.key), decode_text(v.key, v.text)) for v in manifest.values]
         try:
             return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None
 
     def state(self, framework: str = "numpy", safe_globals: Any = ()) -> Any:
@@ -171,7 +193,10 @@ class Checkpoint(Mapping[str, StoredArray]):
                     made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
             return made[leaf.key]
 
-        return map_leaves(materialise, self.tree())
+        try:
+            return map_leaves(materialise, self.tree())
+        except RecursionError as error:
+            raise CorruptionError("the state is nested too deeply", path=self.url, found=str(error)) from None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -156,7 +156,7 @@ def _whole(key: str, array: Array, rank: int, identity: Hashable) -> HeldArray:
 def _identity(array: Any) -> Hashable:
     if not isinstance(array, np.ndarray) or not array.size:
         return id(array)
-    return array.__array_interface__["data"][0], array.dtype.str, array.shape, array.strides
+    return array.__array_interface__["data"][0], array.dtype, array.shape, array.strides
 
 
 _NUMPY_TYPES = (np.ndarray, np.generic, ArraySpec, ShardSpec)

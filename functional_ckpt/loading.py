@@ -14,6 +14,7 @@ from functional_ckpt.errors import (
     CheckpointError,
     CheckpointWarning,
     KeyMismatchError,
+    PathNotSharedError,
     PerRankError,
     ProblemError,
     SpecError,
@@ -51,13 +52,17 @@ def load_tree(
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
     tracker = Tracker(report)
-    store = open_store(path)
-    identity = store.identity()
-    manifest = agree(gather, lambda: read_manifest(path))
+
+    def open_it() -> tuple[Store, object, Manifest]:
+        store = open_store(path)
+        identity = store.identity()
+        return store, identity, read_manifest(path)
+
+    store, identity, manifest = agree(gather, open_it)
     digests = together(gather, lambda: manifest_digest(manifest.to_json())) if gather.size > 1 else []
     if len(set(digests)) > 1:
-        raise SpecError("the ranks see different checkpoints under one path", path=store.url,
-                        remedy="Load from a path on a file system that all ranks share")  # fmt: skip
+        raise PathNotSharedError("the ranks see different checkpoints under one path", path=store.url,
+                                 remedy="Load from a path on a file system that all ranks share")  # fmt: skip
     seeker = _Seeker(manifest, store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
@@ -100,6 +105,8 @@ class _Seeker:
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
         self._made: dict[Hashable, Any] = {}
+        self._stored = [*manifest.by_key, *self._values]
+        self._hints = 3
 
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
@@ -156,6 +163,9 @@ class _Seeker:
         if key in self._values or entry is not None:
             self.used[key] = None
         if entry is not None and entry.codec is not None:
+            if adapter is not None:
+                raise SpecError("stored as an object, wanted as an array", key,
+                                remedy="Put any plain value there in `like`")  # fmt: skip
             return read_object(self.store, entry, self.policy.safe_globals)
         if key in self._values:
             if adapter is not None:
@@ -167,6 +177,9 @@ class _Seeker:
             if not (type(leaf) in (dict, list) and self._stored_below(key)):
                 self._missing(key)
             return leaf
+        if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
+            array = adapter_of(entry.spec)
+            return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
             raise SpecError(
                 "stored as an array, wanted as a plain value", key, None, entry.spec.shape, None, None,
@@ -174,14 +187,21 @@ class _Seeker:
             )  # fmt: skip
         return self._array_leaf(key, entry, leaf, adapter)
 
-    def _array_leaf(self, key: str, entry: ArrayEntry, leaf: Any, adapter: LeafAdapter) -> Any:
+    def _array_leaf(
+        self,
+        key: str,
+        entry: ArrayEntry,
+        leaf: Any,
+        adapter: LeafAdapter,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Any:
         # Leaves that `like` allocates alike and the checkpoint has tied become one new array.
         plan = adapter.blueprint(leaf)
-        fresh = None if plan is None else (entry.spec.key, plan)
+        fresh = None if plan is None or convert is not None else (entry.spec.key, plan)
         if fresh in self._made:
             return self._made[fresh]
         target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
-        later = _Later(target.result)
+        later = _Later(target.result if convert is None else lambda: convert(target.result()))
         if fresh is not None:
             self._made[fresh] = later
         filled = self._filled.get(target.held.identity)
@@ -189,27 +209,34 @@ class _Seeker:
             self._filled[target.held.identity] = entry
             self.shards += [shard for shard, _ in target.held.parts]
             self.buffers += [buffer for _, buffer in target.held.parts]
-        elif filled.digests != entry.digests:
+        elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
+            entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
+        ):  # fmt: skip
             raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
     def _missing(self, key: str) -> None:
         action = self.policy.strict.missing
+        if action == "ignore":
+            return
         problem = KeyMismatchError(
-            "the checkpoint has no such key", key, remedy=_nearest(key, self._stored_keys())
+            "the checkpoint has no such key", key, remedy=self._nearest(key)
             or "Pass LoadPolicy(strict=Strict(missing='report')) to keep what `like` holds",
         )  # fmt: skip
         if action == "raise":
             raise problem
-        if action == "report":
-            warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
+        warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
+
+    def _nearest(self, key: str) -> str | None:
+        """Suggest a stored key, for the first few missing ones: comparing many with many takes minutes."""
+        self._hints -= 1
+        stored = self._stored
+        close = difflib.get_close_matches(key, stored, 1) if self._hints >= 0 and len(stored) < 10_000 else []
+        return f"Did you mean {close[0]!r}?" if close else None
 
     def _stored_below(self, key: str) -> bool:
-        return any(not key or stored.startswith(f"{key}.") for stored in self._stored_keys())
-
-    def _stored_keys(self) -> list[str]:
-        return [*self.manifest.by_key, *self._values]
+        return any(not key or stored.startswith(f"{key}.") for stored in self._stored)
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
@@ -217,7 +244,7 @@ class _Seeker:
             self._missing(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")
-        below = [k for k in self._stored_keys() if k.startswith(start)]
+        below = [k for k in self._stored if k.startswith(start)]
         self.used.update(dict.fromkeys(below))
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
@@ -225,6 +252,8 @@ class _Seeker:
             inner = self._rank_value(stored.key, rank, leaf.value)
             return _Later(lambda: PerRank(_resolved(inner)))
         if callable(rule):
+            if len(below) < saved:
+                raise PerRankError("values of some ranks are not stored", key, None, None, None, f"{saved} ranks")
             values = [
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
@@ -272,7 +301,9 @@ def _resolved(tree: Any) -> Any:
 
 def _check_unexpected(manifest: Manifest, used: set[str], policy: LoadPolicy) -> None:
     stored = [*manifest.by_key, *(value.key for value in manifest.values)]
-    extra = sorted(key for key in stored if key not in used and (policy.keys is None or policy.selects(key)))
+    # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
+    checked = policy.keys is None or policy.rename is None
+    extra = sorted(key for key in stored if checked and key not in used and policy.selects(key))
     action = policy.strict.unexpected
     if not extra or action == "ignore":
         return
@@ -287,8 +318,3 @@ def _check_unexpected(manifest: Manifest, used: set[str], policy: LoadPolicy) ->
         raise_problems(problems)
     for problem in problems:
         warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
-
-
-def _nearest(key: str, stored: list[str]) -> str | None:
-    close = difflib.get_close_matches(key, stored, 1) if len(stored) < 10_000 else []
-    return f"Did you mean {close[0]!r}?" if close else None

@@ -7,6 +7,7 @@ import attrs
 
 from functional_ckpt.errors import NotImplementedYet, PolicyError
 from functional_ckpt.plan.layout import LayoutPolicy
+from functional_ckpt.spec.tree import has_prefix
 
 __all__ = ["LoadPolicy", "SavePolicy", "Strict"]
 
@@ -51,7 +52,8 @@ class SavePolicy:
     consolidate
         Put all arrays' metadata into the root as well (left out when it would hide the group from plain zarr).
     budget_nbytes
-        Most extra host memory that a save takes per rank, in bytes.
+        Extra host memory for the pieces in flight on this rank, in bytes; one piece is always allowed. The copy that
+        `async_save` makes of the state comes on top.
     timeout_s
         Longest wait for another rank, in seconds.
 
@@ -76,7 +78,7 @@ class SavePolicy:
     object_codec: str | None = attrs.field(default=None, validator=attrs.validators.optional(_one_of("torch")))
     consolidate: bool = True
     budget_nbytes: int = attrs.field(default=_GIB, validator=_positive)
-    timeout_s: float = attrs.field(default=600.0, validator=_positive)
+    timeout_s: float = attrs.field(default=600.0, converter=float, validator=_positive)
 
 
 @attrs.frozen
@@ -157,13 +159,15 @@ class LoadPolicy:
     device: str = "cpu"
     read_once: bool = False
     budget_nbytes: int = attrs.field(default=_GIB, validator=_positive)
-    timeout_s: float = attrs.field(default=600.0, validator=_positive)
+    timeout_s: float = attrs.field(default=600.0, converter=float, validator=_positive)
 
     def __attrs_post_init__(self) -> None:
         if not callable(self.per_rank) and self.per_rank not in ("error", "first"):
             raise PolicyError(
                 "per_rank is unknown", expected="'error', 'first' or a function", found=repr(self.per_rank)
             )
+        if isinstance(self.safe_globals, str) and self.safe_globals != "trust":
+            raise PolicyError("safe_globals is unknown", expected="classes, or 'trust'", found=repr(self.safe_globals))
         if self.read_once:
             raise NotImplementedYet("read_once needs the exchange between ranks, which comes with the next release",
                                     remedy="Leave it False: every rank reads what it needs")  # fmt: skip
@@ -180,7 +184,7 @@ class LoadPolicy:
             return True
         if callable(self.keys):
             return bool(self.keys(key))
-        return any(key == prefix or key.startswith(prefix.rstrip(".") + ".") for prefix in self.keys)
+        return any(has_prefix(key, prefix) for prefix in self.keys)
 
     def stored_key(self, key: str) -> str:
         """Return the key under which the leaf `key` is stored; the longest matching prefix wins.
@@ -195,6 +199,7 @@ class LoadPolicy:
         if callable(self.rename):
             return self.rename(key)
         for new, stored in sorted(self.rename, key=lambda pair: -len(pair[0])):
-            if key == new or key.startswith(new.rstrip(".") + "."):
-                return stored + key[len(new) :]
+            if has_prefix(key, new):
+                rest = key[len(new) :].strip(".")
+                return ".".join(part for part in (stored.rstrip("."), rest) if part)
         return key

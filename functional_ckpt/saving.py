@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 from functional_ckpt.capture import capture
 from functional_ckpt.comm import Gather, agree, together
@@ -31,7 +32,7 @@ from functional_ckpt.plan.state import GlobalState, LocalState, build_manifest, 
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
@@ -42,6 +43,8 @@ __all__ = ["Prepared", "prepare", "stage", "write"]
 
 # Above this many files one flush of the file system costs less than a sync of each (docs/adr).
 _MANY_FILES = 256
+# In place of what this rank does not write, so that a save in the background keeps no hold on it.
+_NOTHING = HostBuffer(np.empty(0, np.uint8))
 
 
 @attrs.frozen(eq=False)
@@ -82,7 +85,7 @@ def prepare(
     kept: dict[str, tuple[Buffer, ...]] = {}
 
     def describe() -> LocalState:
-        state, buffers = capture(tree, gather, policy, attributes)
+        state, buffers = capture(tree, gather, policy, overwrite, attributes)
         kept.update(buffers)
         return state
 
@@ -138,7 +141,7 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
     def copy() -> tuple[Buffer, ...]:
         tracker.enter("stage", _nbytes(prepared.mine))
         wanted = {w.shard for w in prepared.mine.writes}
-        return tuple(b.staged() if i in wanted else b for i, b in enumerate(prepared.buffers))
+        return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
 
     with _abandoning(prepared):
         buffers = agree(prepared.gather, copy)
@@ -153,8 +156,10 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     CheckpointError
         On every rank, if any rank has failed.
     """
-    gather, mine = prepared.gather, prepared.mine
-    store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
+    gather = prepared.gather
+    with _abandoning(prepared):
+        mine = prepared.mine
+        store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
     budget = prepared.policy.budget_nbytes
 
     def write_mine() -> Receipt:
@@ -172,7 +177,8 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         digests = [d for receipt in receipts for d in receipt.digests]
         if prepared.plan.digests:
             digests += [d for found in together(gather, digest_mine) for d in found]
-        manifest = build_manifest(prepared.state, prepared.plan, ((d.key, d.position, d.digest) for d in digests))
+        chunks = [(d.key, d.position, d.digest) for d in digests]
+        manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.plan, chunks))
         _publish(prepared, store, manifest, receipts, tracker)
     if prepared.claim is not None:
         prepared.claim.release()
@@ -192,7 +198,7 @@ def _publish(prepared: Prepared, store: Store, manifest: Manifest, receipts: lis
         tracker.enter("publish")
         if tracker.cancelled.is_set():
             raise SaveCancelledError("the save was cancelled")
-        if coordinates and gather.size > 1:
+        if coordinates and (gather.size > 1 or prepared.site.mode == "marker"):
             _check_presence(store, manifest)
 
     def confirm() -> None:

@@ -151,3 +151,17 @@ def test_torch(checkpoint, same):
     state = checkpoint.state("torch")
     assert state["a"] is state["b"]["c"]
     assert state["step"] == 7
+
+
+def test_a_stored_array_is_one_for_numpy(tmp_path, fast):
+    x = np.arange(6.0).reshape(2, 3)
+    save({"w": x, "step": 7}, tmp_path / "a", policy=fast)
+    stored = open_checkpoint(tmp_path / "a")["w"]
+    np.testing.assert_array_equal(np.asarray(stored), x)
+    assert (len(stored), stored.ndim, np.asarray(stored, "f4").dtype) == (2, 2, np.float32)
+
+
+def test_a_plain_value_is_not_an_array(tmp_path, fast):
+    save({"w": np.ones(2), "step": 7}, tmp_path / "a", policy=fast)
+    with pytest.raises(KeyError, match="plain value"):
+        open_checkpoint(tmp_path / "a")["step"]

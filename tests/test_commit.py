@@ -5,13 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import attrs
 import numpy as np
 import pytest
 
 import functional_ckpt
-from functional_ckpt import SavePolicy, async_save, load, open_checkpoint, save, sweep, verify
+from functional_ckpt import SavePolicy, async_save, errors, load, open_checkpoint, save, sweep, verify
 from functional_ckpt.store.claim import Claim, is_live
 
 MARKER = SavePolicy(commit="marker", durability="none")
@@ -250,3 +252,45 @@ def test_before_the_root_no_tool_opens_the_path(tmp_path):
     save(state(1), tmp_path / "a", policy=MARKER, progress=look)
     assert zarr.open_group(tmp_path / "a", mode="r")["w"][0] == 1
     assert functional_ckpt.verify(tmp_path / "a").ok
+
+
+def test_a_running_save_keeps_its_memory(fast):
+    """A second save to the same place is refused, and takes nothing from the first."""
+    hold, held = threading.Event(), threading.Event()
+
+    def wait(progress):
+        if progress.phase == "publish":
+            held.set()
+            hold.wait(20)
+
+    pending = async_save({"w": np.ones(3)}, "memory://running", policy=fast, progress=wait)
+    held.wait(20)
+    with pytest.raises(errors.AlreadyExistsError, match="running"):
+        save({"w": np.zeros(3)}, "memory://running", policy=fast)
+    assert sweep("memory://running") == ()
+    hold.set()
+    pending.result(20)
+    assert load({"w": np.zeros(3)}, "memory://running")["w"].sum() == 3
+
+
+@pytest.mark.parametrize("late", ["notes.txt", "w/notes.txt"])
+def test_files_that_come_while_saving_are_kept(late, tmp_path, fast):
+    save({"w": np.ones(3)}, tmp_path / "a", policy=fast)
+
+    def write_notes(progress):
+        if progress.phase == "write":
+            (tmp_path / "a" / late).write_text("mine")
+
+    with pytest.raises(errors.AlreadyExistsError):
+        save({"w": np.zeros(3)}, tmp_path / "a", policy=fast, overwrite=True, progress=write_notes)
+    assert (tmp_path / "a" / late).read_text() == "mine"
+    assert load({"w": np.zeros(3)}, tmp_path / "a")["w"].sum() == 3
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "w"])
+def test_marker_mode_does_not_write_among_names_of_others(name, tmp_path, fast):
+    (tmp_path / "a" / name).mkdir(parents=True)
+    (tmp_path / "a" / name / "mine").write_text("mine")
+    with pytest.raises(errors.AlreadyExistsError, match="taken"):
+        save({"w": np.ones(3)}, tmp_path / "a", policy=attrs.evolve(fast, commit="marker"))
+    assert [p.name for p in (tmp_path / "a").rglob("*")] == [name, "mine"]

@@ -331,3 +331,28 @@ def test_tensors_inside_tuples_need_the_object_codec(url, problems_of, same):
 def test_manifest_paths_of_plain_names_are_left_out(url):
     save({"a": {"b": np.ones(1)}}, url)
     assert b"path" not in read_manifest(url).to_json()
+
+
+def test_views_of_another_data_type_are_not_tied(tmp_path, fast, same):
+    bits = np.arange(6, dtype="u1")
+    state = {name: bits.view(getattr(ml_dtypes, name)) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz")}
+    assert save(state, tmp_path / "a", policy=fast).aliases == ()
+    same(load({key: np.zeros_like(x) for key, x in state.items()}, tmp_path / "a"), state)
+
+
+def test_one_memory_is_not_filled_from_two_kinds_of_arrays(tmp_path, fast):
+    """The bytes are the same, what they mean is not."""
+    save({"a": np.ones((2, 8), "f4"), "b": np.ones((2, 8), "f4").view("i4")}, tmp_path / "a", policy=fast)
+    target = np.zeros((2, 8), "f4")
+    with pytest.raises(functional_ckpt.errors.SpecError, match="share one memory"):
+        load({"a": target, "b": target}, tmp_path / "a")
+
+
+def test_a_plain_number_takes_an_array_of_rank_0(tmp_path, fast):
+    save({"lr": np.float64(0.25), "n": np.int32(7)}, tmp_path / "a", policy=fast)
+    assert repr(load({"lr": 0.0, "n": 0}, tmp_path / "a")) == "{'lr': 0.25, 'n': 7}"
+
+
+def test_an_empty_defaultdict_is_a_dict(tmp_path, fast):
+    save({"state": defaultdict(dict)}, tmp_path / "a", policy=fast)
+    assert load({"state": {}}, tmp_path / "a") == {"state": {}}

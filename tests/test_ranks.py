@@ -298,3 +298,36 @@ def test_cancelled_by_one_rank_is_published_by_none(commit, tmp_path, fast, monk
     assert all(isinstance(o, SaveCancelledError) for o in outcomes), outcomes
     assert not (tmp_path / "a/zarr.json").exists()
     pool.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"policy": SavePolicy(layout=LayoutPolicy(codecs={"": "zstd"}))}, "policies"),
+        ({"policy": SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=64))}, "policies"),
+        ({"overwrite": True}, "policies"),
+        ({"attributes": {"run": "b"}}, "attributes"),
+    ],
+)
+def test_ranks_that_do_not_want_the_same(options, named, tmp_path):
+    def saving(gather):
+        mine = {"attributes": {"run": "a"}, **(options if gather.rank == 1 else {})}
+        return save({"w": GRID}, tmp_path / "a", process_group=gather, **mine)
+
+    for outcome in try_ranks(2, saving):
+        assert named in str(outcome)
+        assert outcome.rank == (0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_cannot_even_look(tmp_path, fast, monkeypatch):
+    save({"w": GRID}, tmp_path / "a", policy=fast)
+
+    def loading(gather):
+        path = tmp_path / ("x" * 300 if gather.rank == 1 else "a")
+        return load({"w": np.zeros_like(GRID)}, path, process_group=gather, policy=LoadPolicy(timeout_s=20))
+
+    begun = time.monotonic()
+    for outcome in try_ranks(2, loading):
+        assert isinstance(outcome, CheckpointError)
+    assert time.monotonic() - begun < 10

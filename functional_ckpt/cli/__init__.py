@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except CheckpointError as error:
         return _fail(error, 1)
+    except RecursionError as error:  # a value nested deeper than can be printed
+        return _fail(error, 1)
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -93,9 +95,11 @@ def _print_json(found: object) -> int:
 
 
 def _fail(error: Exception, status: int) -> int:
+    from functional_ckpt.cli.tables import clean
+
     problems = error.exceptions if isinstance(error, CheckpointErrors) else (error,)
     for problem in problems:
-        print(f"functional-ckpt: {problem}", file=sys.stderr)
+        print(f"functional-ckpt: {clean(str(problem))}", file=sys.stderr)
     return status
 
 

@@ -4,13 +4,13 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Callable
-from math import prod
+from math import isfinite, prod
 from typing import Any, NoReturn
 
 import numpy as np
 
 from functional_ckpt.checkpoint import Checkpoint, StoredArray
-from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError
+from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, VERSION, ArrayEntry, Manifest
 from functional_ckpt.store.commit import PROVENANCE
 from functional_ckpt.store.encoding import chunk_name, node_name
@@ -203,12 +203,17 @@ def _counts(names: Any) -> dict[str, int]:
 
 def _provenance(checkpoint: Checkpoint) -> Any:
     """Return provenance.json, which no digest covers: whatever is wrong with it is no error."""
-    data = open_store(checkpoint.url).read(PROVENANCE)
     try:
-        found = None if data is None else json.loads(data, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        data = open_store(checkpoint.url).read(PROVENANCE)
+        found = None if data is None else json.loads(data, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError, StorageError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if isfinite(value) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:

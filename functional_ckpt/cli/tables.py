@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["print_header", "print_leaf", "print_listing", "print_verification", "progress"]
+__all__ = ["clean", "print_header", "print_leaf", "print_listing", "print_verification", "progress"]
 
 Facts = dict[str, Any]
 
@@ -34,7 +34,7 @@ def print_listing(found: Facts) -> int:
     if tied:
         _print(_columns(("tied key", "is stored as"), "<<", [(t["key"], t["target"]) for t in tied]), "")
     if values:
-        _print(_columns(("value", "holds"), "<<", [(v["key"], _short(_value(v["value"]))) for v in values]), "")
+        _print(_columns(("value", "holds"), "<<", [(v["key"], _short(_shown(v["value"]))) for v in values]), "")
     totals = found["totals"]
     line = f"{_count(len(arrays), 'array')} ({_size(totals['nbytes'])} in {_count(totals['chunks'], 'chunk')})"
     line += f", {_count(len(tied), 'tied key')}" if tied else ""
@@ -61,14 +61,14 @@ def print_header(found: Facts) -> int:
         ("with", ", ".join(f"{k} {v}" for k, v in [("python", saved.get("python")), *_items(saved)] if v)),
         ("written by", _ranks(saved)),
     ]
-    _print(Text(found["path"], style="bold"), _facts(facts))
+    _print(Text(clean(found["path"]), style="bold"), _facts(facts))
     return 0
 
 
 def print_leaf(found: Facts) -> int:
     """Print what ``show PATH KEY`` says."""
     if found["kind"] == "value":
-        _print(Text(_clean(found["key"]), style="bold"), Text(_value(found["value"])))
+        _print(Text(clean(found["key"]), style="bold"), Text(clean(_shown(found["value"]))))
         return 0
     summary = found["summary"]
     digests = list(found["digests"].items())
@@ -89,7 +89,7 @@ def print_leaf(found: Facts) -> int:
         ("values", _summary(summary) if summary else ""),
         ("corner", _corner(found["corner"] or [])),
     ]
-    _print(Text(_clean(found["key"]), style="bold"), _facts(facts))
+    _print(Text(clean(found["key"]), style="bold"), _facts(facts))
     return 0
 
 
@@ -109,9 +109,14 @@ def print_verification(found: Facts) -> int:
 def progress(title: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on the terminal's error stream while bytes are counted; nothing where that is no terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total_nbytes)
+        task = bar.add_task(clean(title), total=min(total_nbytes, 2**63))
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
@@ -142,11 +147,11 @@ def _columns(names: Sequence[str], sides: str, rows: Sequence[Sequence[str]]) ->
         justify: Any = "left" if side == "<" else "right"
         table.add_column(name, justify=justify, no_wrap=not last, overflow="fold")
     for row in rows:
-        table.add_row(Text(_wrapped(_clean(row[0]), room)), *(Text(_clean(cell)) for cell in row[1:]))
+        table.add_row(Text(_wrapped(clean(row[0]), room)), *(Text(clean(cell)) for cell in row[1:]))
     return table
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Return `text` without control characters: keys come from a file, and must not steer the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -167,8 +172,16 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Table:
     table.add_column(overflow="fold")
     for name, text in facts:
         if text:
-            table.add_row(Text(f"  {name}"), Text("\n".join(map(_clean, text.split("\n")))))
+            table.add_row(Text(f"  {name}"), Text("\n".join(map(clean, text.split("\n")))))
     return table
+
+
+def _shown(coded: Any) -> str:
+    """Return a stored value as text, whatever it is: the manifest says only that it is JSON."""
+    try:
+        return _value(coded)
+    except (TypeError, ValueError, RecursionError):
+        return "(cannot be read)"
 
 
 def _value(coded: Any) -> str:
@@ -247,7 +260,7 @@ def _ranks(saved: Facts) -> str:
     try:
         sizes = [int(rank["nbytes"]) for rank in ranks or ()]
         counts = [_count(len(rank["arrays"]), "array") for rank in ranks or ()]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return ""
     if len(sizes) > _MOST_RANKS:
         return f"{len(sizes)} ranks, {_size(min(sizes))} to {_size(max(sizes))} each"
@@ -264,6 +277,8 @@ def _count(n: int, noun: str) -> str:
 
 
 def _size(nbytes: float) -> str:
+    if nbytes >= 2**80:  # a lie, and perhaps more than a float holds
+        return f"2^{int(nbytes).bit_length() - 1} B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if nbytes < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -10,7 +10,7 @@ Only the boxes, the data type and the policy decide: neither ranks nor their ord
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import gcd, prod
 from operator import le
@@ -20,13 +20,29 @@ import attrs
 from functional_ckpt.errors import LayoutError, PolicyError
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["ChunkGrid", "Layout", "LayoutPolicy", "check_codec", "choose_layout", "exclusive_chunk", "subdivide"]
+__all__ = ["ChunkGrid", "Layout", "LayoutPolicy", "check_codecs", "choose_layout", "exclusive_chunk", "subdivide"]
 
 MIB = 2**20
+#: More is nobody's wish, and a long chain makes TensorStore recurse.
+MAX_CODECS = 8
 #: Codec -> lowest and highest level; crc32c has none.
 _CODECS = {"crc32c": (0, -1), "zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
 _CODEC = re.compile(r"(?P<name>[a-z0-9]+)(:(?P<level>-?[0-9]{1,6}))?")
+
+
+def check_codecs(codecs: Sequence[str]) -> None:
+    """Raise `PolicyError` if a codec is unknown, or if there are too many for one array.
+
+    Examples
+    --------
+    >>> check_codecs(("zstd:5", "crc32c"))
+    """
+    if len(codecs) > MAX_CODECS:
+        raise PolicyError("too many codecs for one array", found=len(codecs), expected=f"at most {MAX_CODECS}")
+    for codec in codecs:
+        check_codec(codec)
 
 
 def check_codec(codec: str) -> None:
@@ -43,15 +59,18 @@ def check_codec(codec: str) -> None:
         raise PolicyError("no such codec", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]")
 
 
-def _codec_table(pairs: Iterable[tuple[str, Iterable[str]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((prefix, tuple(names)) for prefix, names in pairs)
+def _codec_table(
+    table: Mapping[str, str | Iterable[str]] | Iterable[tuple[str, str | Iterable[str]]],
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    pairs = table.items() if isinstance(table, Mapping) else table
+    return tuple((prefix, (names,) if isinstance(names, str) else tuple(names)) for prefix, names in pairs)
 
 
 @attrs.frozen(kw_only=True)
 class LayoutPolicy:
     """How arrays are cut into chunks and encoded; sizes in bytes of one uncompressed chunk.
 
-    `codecs` maps key prefixes to codec names, the longest matching prefix wins, ``""`` matches all.
+    `codecs` maps key prefixes (at dots) to codec names, the longest matching prefix wins, ``""`` matches all.
     `extended_dtypes` is ``"native"`` (bfloat16 and float8 under their Zarr names) or ``"bits"`` (as unsigned
     integers with an attribute, for tools that do not know those names).
 
@@ -62,7 +81,7 @@ class LayoutPolicy:
 
     Examples
     --------
-    >>> LayoutPolicy(codecs=(("optim.", ("zstd:3",)),)).codecs_of("optim.step")
+    >>> LayoutPolicy(codecs={"optim": "zstd:3"}).codecs_of("optim.step")
     ('zstd:3',)
     """
 
@@ -78,12 +97,11 @@ class LayoutPolicy:
         if self.extended_dtypes not in ("native", "bits"):
             raise PolicyError("extended_dtypes is unknown", expected="'native' or 'bits'", found=self.extended_dtypes)
         for _, names in self.codecs:
-            for name in names:
-                check_codec(name)
+            check_codecs(names)
 
     def codecs_of(self, key: str) -> tuple[str, ...]:
         """Return the codecs for `key`: those of its longest matching prefix."""
-        found = [(len(prefix), names) for prefix, names in self.codecs if key.startswith(prefix)]
+        found = [(len(prefix), names) for prefix, names in self.codecs if has_prefix(key, prefix)]
         return max(found, default=(0, ()))[1]
 
 

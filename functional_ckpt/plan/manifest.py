@@ -14,7 +14,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.layout import ChunkGrid, Layout, check_codec
+from functional_ckpt.plan.layout import ChunkGrid, Layout, check_codecs
 from functional_ckpt.spec.array import BITS, ArraySpec, check_key
 from functional_ckpt.spec.tree import DictKey, Path
 
@@ -171,6 +171,8 @@ def check_version(version: Any) -> None:
     >>> check_version([1, 7])
     """
     major, minor = (_int(n) for n in _list(version))
+    if min(major, minor) < 0:
+        raise ValueError(f"no version: {version}")
     if major > VERSION[0]:
         raise FormatVersionError(
             "the checkpoint was written by a newer version of the format", None, None, None, None,
@@ -201,7 +203,7 @@ def path_from_json(coded: Any) -> Path:
         if isinstance(item, dict):
             path.append(RankItem(_int(item["rank"])))
         elif isinstance(item, list):
-            if len(item) != 1 or isinstance(item[0], (list, dict)):
+            if len(item) != 1 or isinstance(item[0], (list, dict, str)):
                 raise ValueError(f"a path holds {item!r}")
             path.append(DictKey(item[0]))
         else:
@@ -248,21 +250,22 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
     spec = ArraySpec(_str(record["key"]), shape, _str(record["dtype"]))
     chunk = tuple(_int(n) for n in _list(record["chunk"]))
     codecs = tuple(_str(c) for c in _list(record.get("codecs", [])))
-    for codec in codecs:
-        check_codec(codec)
+    check_codecs(codecs)
     stored = _str(record.get("stored", spec.dtype))
     rung = _str(record.get("rung", "exclusive"))
     digests = [bytes.fromhex(_str(d)) for d in _list(record["digests"])]
-    fits = len(chunk) == len(shape) and all(c >= 1 for c in chunk)
+    fits = len(chunk) == len(shape) and all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
     if not fits or stored not in (spec.dtype, BITS.get(spec.dtype)) or ChunkGrid(shape, chunk).size != len(digests):
         raise CorruptionError("an array of the manifest is inconsistent", spec.key, None, shape, None, None, chunk)
     if any(len(d) != DIGEST_NBYTES for d in digests):
         raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
     object_codec = record.get("codec")
+    if object_codec is not None and (
+        object_codec != "torch" or spec.dtype != "uint8" or len(shape) != 1 or not digests
+    ):
+        raise CorruptionError("an object of the manifest is inconsistent", spec.key, None, shape, found=object_codec)
     layout = Layout(rung, chunk, codecs, stored)
-    return ArrayEntry(
-        spec, layout, b"".join(digests), _path_of(record), None if object_codec is None else _str(object_codec)
-    )
+    return ArrayEntry(spec, layout, b"".join(digests), _path_of(record), object_codec)
 
 
 def _parse(document: Any) -> Manifest:
@@ -275,8 +278,8 @@ def _parse(document: Any) -> Manifest:
         tuple(_array_from_json(r) for r in _list(document["arrays"])),
         tuple(ValueEntry(_key(r), canonical(r["value"]), _path_of(r)) for r in _list(document["values"])),
         tuple(Alias(_key(r), _key({"key": r["target"]}), _path_of(r)) for r in _list(document["aliases"])),
-        tuple(PerRankEntry(_key(r), _int(r["world_size"]), _path_of(r)) for r in _list(document["per_rank"])),
-        canonical(dict(document["attributes"])),
+        tuple(PerRankEntry(_key(r), _world_size(r), _path_of(r)) for r in _list(document["per_rank"])),
+        canonical(_dict(document["attributes"])),
     )
     _check_keys(manifest)
     return manifest
@@ -312,6 +315,19 @@ def _key(record: Mapping[str, Any]) -> str:
     key = _str(record["key"])
     check_key(key)
     return key
+
+
+def _world_size(record: Mapping[str, Any]) -> int:
+    size = _int(record["world_size"])
+    if size < 1:
+        raise ValueError(f"expected a number of ranks, found {size}")
+    return size
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise TypeError(f"expected an object, found {value!r}")
+    return value
 
 
 def _list(value: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError, SpecError
-from functional_ckpt.plan.check import check_unique_keys
 from functional_ckpt.plan.manifest import Alias, ArrayEntry, Manifest, PerRankEntry, ValueEntry
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.spec.array import ArraySpec
@@ -40,13 +39,14 @@ class ArrayLeaf:
 
 @attrs.frozen
 class LocalState:
-    """The state of one rank, without its data."""
+    """The state of one rank, without its data; `terms` are the parts of the policy on which all must agree."""
 
     shards: tuple[ShardSpec, ...] = ()
     arrays: tuple[ArrayLeaf, ...] = ()
     values: tuple[ValueEntry, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
     attributes: str = "{}"
+    terms: str = ""
 
 
 @attrs.frozen
@@ -64,7 +64,9 @@ class GlobalState:
 def merge_states(
     states: Sequence[LocalState], replicated: str = "check"
 ) -> tuple[GlobalState, tuple[ProblemError, ...]]:
-    """Merge what all ranks hold; `replicated` is ``"check"`` or ``"trust"`` (the lowest rank's value is taken).
+    """Merge what all ranks hold, and return the problems with it.
+
+    With ``replicated="trust"`` unequal copies are none: the lowest rank's plain value is taken, and any rank's tensor.
 
     Examples
     --------
@@ -78,7 +80,7 @@ def merge_states(
     per_rank = tuple(sorted({p.key: p for state in states for p in state.per_rank}.values(), key=lambda p: p.key))
     if replicated == "check":
         problems += _unequal_copies(states)
-    problems += check_unique_keys([*(leaf.key for leaf in leaves), *(value.key for value in values)])
+    problems += _both_kinds(states)
     problems += _unequal_attributes(states) or _tree_problems(leaves, values)
     tied = _agreed_ties(states)
     by_key = {leaf.key: leaf for leaf in leaves}
@@ -178,6 +180,16 @@ def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) ->
     return []
 
 
+def _both_kinds(states: Sequence[LocalState]) -> list[ProblemError]:
+    """Return a problem for each key that is an array here and a plain value there."""
+    arrays = {leaf.key: rank for rank, state in reversed(list(enumerate(states))) for leaf in state.arrays}
+    values = {value.key: rank for rank, state in reversed(list(enumerate(states))) for value in state.values}
+    return [
+        DuplicateKeyError("ranks hold an array and a plain value under one key", key, (arrays[key], values[key]))
+        for key in sorted(arrays.keys() & values.keys())
+    ]
+
+
 def _unequal_copies(states: Sequence[LocalState]) -> list[ProblemError]:
     first: dict[str, tuple[int, bytes, ArraySpec]] = {}
     problems: list[ProblemError] = []
@@ -199,11 +211,23 @@ def _unequal_copies(states: Sequence[LocalState]) -> list[ProblemError]:
 
 
 def _unequal_attributes(states: Sequence[LocalState]) -> list[ProblemError]:
-    ranks = [rank for rank, state in enumerate(states) if state.attributes != states[0].attributes]
-    if not ranks:
-        return []
-    found = _short(states[ranks[0]].attributes)
-    return [SpecError("ranks pass different attributes", None, (0, ranks[0]), None, None, states[0].attributes, found)]
+    problems: list[ProblemError] = []
+    for what, texts in (
+        ("ranks pass different attributes", [state.attributes for state in states]),
+        ("ranks pass different policies", [state.terms for state in states]),
+    ):
+        ranks = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        if ranks:
+            expected, found = _difference(texts[0], texts[ranks[0]])
+            problems.append(SpecError(what, None, (0, ranks[0]), None, None, expected, found))
+    return problems
+
+
+def _difference(one: str, other: str) -> tuple[str, str]:
+    """Return both texts from a little before the place where they part."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    start = max(0, at - 40)
+    return _short(one[start:]), _short(other[start:])
 
 
 def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:

@@ -12,7 +12,18 @@ import attrs
 
 from functional_ckpt.errors import DuplicateKeyError, SpecError
 
-__all__ = ["DictKey", "Path", "combine", "flatten", "is_node", "key_of", "map_leaves", "partition", "unflatten"]
+__all__ = [
+    "DictKey",
+    "Path",
+    "combine",
+    "flatten",
+    "has_prefix",
+    "is_node",
+    "key_of",
+    "map_leaves",
+    "partition",
+    "unflatten",
+]
 
 
 @attrs.frozen
@@ -72,6 +83,18 @@ def key_of(path: Path) -> str:
         return ".".join(str(item.value) if isinstance(item, DictKey) else str(item) for item in path)
 
 
+def has_prefix(key: str, prefix: str) -> bool:
+    """Tell whether `key` is `prefix` or lies below it; prefixes end at dots, and the empty one holds all.
+
+    Examples
+    --------
+    >>> has_prefix("model.w", "model"), has_prefix("model.w", "model."), has_prefix("models", "model")
+    (True, True, False)
+    """
+    stem = prefix.rstrip(".")
+    return not stem or key == stem or key.startswith(f"{stem}.")
+
+
 def flatten(tree: object) -> tuple[tuple[Path, Any], ...]:
     """Return the leaves with their paths, in the order of the tree.
 
@@ -104,7 +127,13 @@ def _flatten(node: Any, path: Path, found: list[tuple[Path, Any]], open_ids: tup
 def _children(node: Any) -> Iterable[tuple[str | int | DictKey, Any]]:
     if isinstance(node, list):
         return enumerate(node)
-    return ((k if type(k) is str else DictKey(k), v) for k, v in node.items())
+    return ((_item(k), v) for k, v in node.items())
+
+
+def _item(key: Any) -> str | DictKey:
+    if type(key) is str:
+        return key
+    return str.__str__(key) if isinstance(key, str) else DictKey(key)  # an enum of text is its text
 
 
 def unflatten(leaves: Iterable[tuple[Path, Any]]) -> Any:
@@ -174,7 +203,7 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any, path: Path = ())
         return function(path, tree)
     if isinstance(tree, list):
         return [map_leaves(function, child, (*path, i)) for i, child in enumerate(tree)]
-    mapped = ((k, map_leaves(function, v, (*path, k if type(k) is str else DictKey(k)))) for k, v in tree.items())
+    mapped = ((k, map_leaves(function, v, (*path, _item(k)))) for k, v in tree.items())
     return OrderedDict(mapped) if type(tree) is OrderedDict else dict(mapped)
 
 

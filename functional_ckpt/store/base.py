@@ -45,6 +45,10 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities:
         """What this store can do."""
 
+    @property
+    def sync(self) -> str:
+        """How durable a write is when it returns: ``"none"``, ``"fsync"``, or ``"syncfs"`` (at `flush`)."""
+
     def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
         """Write a new object: `parts` one after the other, then zeros up to `nbytes`. Never replaces one.
 

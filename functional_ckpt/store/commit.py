@@ -11,7 +11,9 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import xxhash
 from functional_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
+    CheckpointWarning,
     PathNotSharedError,
     PolicyError,
 )
@@ -31,9 +34,20 @@ from functional_ckpt.store.claim import Claim, claimed_by, is_live
 from functional_ckpt.store.encoding import array_metadata, node_name, to_json
 from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
 from functional_ckpt.store.opening import local_path, open_store
-from functional_ckpt.store.sweep import is_claim_name, leftover_names
+from functional_ckpt.store.sweep import is_claim_name, is_node_file, leftover_names
 
-__all__ = ["MANIFEST", "PROVENANCE", "ROOT", "Site", "abandon", "begin", "manifest_digest", "publish", "seen_from"]
+__all__ = [
+    "MANIFEST",
+    "PROVENANCE",
+    "ROOT",
+    "Site",
+    "abandon",
+    "begin",
+    "manifest_digest",
+    "publish",
+    "root_metadata",
+    "seen_from",
+]
 
 ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
 
@@ -78,9 +92,10 @@ def begin(url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str]) -> 
     if mode == "marker":
         return _begin_marker(store, overwrite, save_id, nodes)
     final = local_path(url)
-    if final.is_symlink():
-        final = final.resolve()  # replace what the link points to, not the link
-    _check_target(final, overwrite)
+    with storage_errors("looking at", str(final)):
+        if final.is_symlink():
+            final = final.resolve()  # replace what the link points to, not the link
+        _check_target(final, overwrite)
     site = Site(str(final), str(final.parent / f".{final.name}.{save_id}.saving"), "rename", overwrite, save_id)
     with storage_errors("creating the directory to save to", site.work_url):
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +147,7 @@ def publish(
     text = manifest.to_json()
     for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
         store.create(name, [memoryview(data)], len(data))
-    root = _root_metadata(manifest, text, consolidate)
+    root = root_metadata(manifest, manifest_digest(text), consolidate)
     if site.mode == "marker":
         store.flush()
         confirm()
@@ -169,22 +184,35 @@ def _begin_marker(store: Store, overwrite: bool, save_id: str, nodes: Sequence[s
             remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
         )  # fmt: skip
     site = Site(store.url, store.url, "marker", overwrite, save_id)
-    claim_path = site.claim_path()
-    if claim_path is None:
-        store.delete(leftover_names(store))
-        return site, None
-    with storage_errors("creating the directory to save to", site.url):
-        claim_path.parent.mkdir(parents=True, exist_ok=True)
-        others = [path for path in claim_path.parent.glob(".*.claim") if is_live(path)]
-        if others:
-            raise AlreadyExistsError("another save to this path is running", path=site.url, found=others[0].name)
-        claim = Claim.take(claim_path, save_id, nodes)
+    claim = _claim_in_place(site, nodes)
     try:
-        store.delete([name for name in leftover_names(store) if name != claim_path.name])
+        store.delete(leftover_names(store, None if claim.path is None else claim.path.name))
+        taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
+        if taken:
+            raise AlreadyExistsError(
+                "names that the checkpoint needs are taken by others", path=store.url, found=", ".join(taken[:5]),
+                remedy="Save under a new path; what is not ours is never replaced",
+            )  # fmt: skip
     except BaseException:
         claim.release()
         raise
     return site, claim
+
+
+def _claim_in_place(site: Site, nodes: Sequence[str]) -> Claim:
+    """Take the claim of a save in marker mode, and make sure that it is the only live one."""
+    path = site.claim_path()
+    if path is None:
+        return Claim.take_in_memory(site.url)
+    with storage_errors("creating the directory to save to", site.url):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        claim = Claim.take(path, site.save_id, nodes)
+        # Looked for after taking ours: of two that begin at once, at least one sees the other.
+        others = [other.name for other in path.parent.glob(".*.claim") if other != path and is_live(other)]
+    if others:
+        claim.release()
+        raise AlreadyExistsError("another save to this path is running", path=site.url, found=others[0])
+    return claim
 
 
 def _check_target(final: Path, overwrite: bool) -> None:
@@ -210,36 +238,60 @@ def _foreign_names(final: Path) -> list[str]:
     """Return what lies in a directory and is no part of the committed checkpoint there; everything if there is none."""
     found = sorted(path.name for path in final.iterdir())
     try:
-        data = (final / MANIFEST).read_bytes()
-        root = json.loads((final / ROOT).read_bytes())
+        store = FileStore(final)
+        data = store.read(MANIFEST) or b""
+        root = json.loads(store.read(ROOT) or b"")
         if root["attributes"][FORMAT]["manifest"] != manifest_digest(data):
             return found
         nodes = {node_name(entry.spec.key) for entry in Manifest.from_json(data).arrays}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
+    except (ValueError, KeyError, TypeError, RecursionError, CheckpointError):
         return found
-    return [name for name in found if name not in (*nodes, ROOT, MANIFEST, PROVENANCE) and not is_claim_name(name)]
+    foreign: list[str] = []
+    for name in found:
+        path = final / name
+        if name in nodes and path.is_dir():
+            foreign += [f"{name}/{inner}" for inner in _foreign_to_node(path)]
+        elif path.is_dir() or not (name in (ROOT, MANIFEST, PROVENANCE) or is_claim_name(name)):
+            foreign.append(name)
+    return foreign
+
+
+def _foreign_to_node(path: Path) -> list[str]:
+    with os.scandir(path) as found:
+        return sorted(e.name for e in found if not is_node_file(e.name) or e.is_dir(follow_symlinks=False))
 
 
 def _rename(site: Site, durable: bool) -> None:
     work, final = Path(site.work_url), Path(site.url)
     if site.overwrite and final.is_dir() and any(final.iterdir()):
+        _check_target(final, overwrite=True)  # files of others may have come while we were writing
         exchange_paths(work, final)
-        if durable:
-            sync_directory(final.parent)
+        _sync_parent(final, durable)
         shutil.rmtree(work, ignore_errors=True)  # published: what is left of the old one is for `sweep`
         return
     try:
         os.rename(work, final)  # onto nothing or an empty directory; anything else is refused by the system
     except OSError as error:
+        if error.errno not in (EEXIST, ENOTEMPTY, ENOTDIR):
+            raise
         raise AlreadyExistsError("the path appeared while saving", path=site.url, found=error.strerror) from error
-    if durable:
-        sync_directory(final.parent)
+    _sync_parent(final, durable)
 
 
-def _root_metadata(manifest: Manifest, text: bytes, consolidate: bool) -> bytes:
+def _sync_parent(final: Path, durable: bool) -> None:
+    """Make the new name durable. The checkpoint is there already, so that a failure is a warning."""
+    try:
+        if durable:
+            sync_directory(final.parent)
+    except OSError as error:
+        warnings.warn(f"published, but a power cut may undo it: {error}", CheckpointWarning, stacklevel=2)
+
+
+def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
+    """Return the root's ``zarr.json`` for a manifest whose text has `digest`."""
     attributes = json.loads(manifest.attributes)
     values = {entry.key: json.loads(entry.text) for entry in manifest.values}
-    ours = {"format": FORMAT, "version": list(VERSION), "manifest": manifest_digest(text), "values": values}
+    ours = {"format": FORMAT, "version": list(VERSION), "manifest": digest, "values": values}
     root: dict[str, Any] = {
         "zarr_format": 3,
         "node_type": "group",

@@ -32,7 +32,7 @@ Array: TypeAlias = NDArray[Any]
 
 #: Longest node name, in bytes; file systems stop at 255, and lock and temporary files add a suffix.
 MAX_NAME_NBYTES = 200
-_RESERVED = ("zarr.json", "manifest.json", "provenance.json")
+_RESERVED = ("zarr.json", "zarr.json.new", "manifest.json", "provenance.json")
 _ESCAPES = {
     "~": "~0",
     "/": "~1",

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import xxhash
 
-from functional_ckpt.errors import CorruptionError
+from functional_ckpt.errors import CorruptionError, StorageError
 from functional_ckpt.plan.layout import ChunkGrid, Layout, subdivide
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry
@@ -76,7 +76,7 @@ def write_plan(
         if header:
             del headers[write.key]
         work += _writers(arrays[write.key], write, buffers[write.shard], store, header)
-    work += [Work(0, partial(_write_header, arrays[key], store)) for key in headers]  # arrays without cells
+    work += [Work(0, partial(_write_header, arrays[key], store), 0) for key in headers]  # arrays without cells
     done = run_all(work, budget_nbytes, on_bytes)
     digests = tuple(digest for found in done for digest in cast("list[ChunkDigest]", found or ()))
     return Receipt(digests, sum(piece.nbytes for piece in work))
@@ -106,7 +106,8 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> tuple[Chu
             array.spec.key, array.grid.position(index), digest(read_chunk(store, array.spec, array.layout, index))
         )
 
-    work = [Work(_chunk_nbytes(arrays[d.key].layout), digester(arrays[d.key], d.index)) for d in plan.digests]
+    sizes = {key: _chunk_nbytes(array.layout) for key, array in arrays.items()}
+    work = [Work(sizes[d.key], digester(arrays[d.key], d.index), sizes[d.key]) for d in plan.digests]
     return tuple(cast("list[ChunkDigest]", run_all(work, budget_nbytes)))
 
 
@@ -135,10 +136,13 @@ def read_plan(
     run_all(work, budget_nbytes, on_bytes)
 
 
-def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> CorruptionError | None:
+def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> StorageError | None:
     """Return a problem if a chunk is missing, or a plain one has not the size that its shape says."""
     name = chunk_name(index)
-    found = store.nbytes_of(f"{node_name(entry.spec.key)}/{name}")
+    try:
+        found = store.nbytes_of(f"{node_name(entry.spec.key)}/{name}")
+    except StorageError as error:
+        return attrs.evolve(error, key=entry.spec.key, chunk=name)
     expected = _chunk_nbytes(entry.layout)
     if found is None or (is_raw(entry.layout) and found != expected):
         what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
@@ -169,7 +173,20 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
         return clipped
     from functional_ckpt.store.zarr import open_array, read_box
 
+    _check_memory(spec, layout, index)
     return read_box(open_array(store, spec, layout), spec, box)
+
+
+def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> None:
+    """Raise `CorruptionError` unless a chunk can be decoded: TensorStore aborts the process where memory is lacking."""
+    nbytes = _chunk_nbytes(layout)
+    try:
+        np.empty(2 * nbytes, np.uint8)  # decoded, and as the result; never touched
+    except (MemoryError, ValueError, OverflowError):
+        raise CorruptionError(
+            "a stored chunk does not fit into memory", spec.key, None, spec.shape, found=f"{nbytes} bytes",
+            chunk=chunk_name(index),
+        ) from None  # fmt: skip
 
 
 def _byte_ranges(spec: ArraySpec, layout: Layout, part: Box | None) -> list[tuple[int, int]]:
@@ -205,9 +222,11 @@ def _writers(array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store, 
     nbytes = write.box.size * itemsize
     make = partial(_write_pieces, array, write, buffer, store)
     if nbytes < SMALL_NBYTES:
-        return [Work(nbytes, partial(make, pieces, header))]
-    first = [Work(0, partial(_write_header, array, store))] if header else []
-    return first + [Work(piece.box.size * itemsize, partial(make, (piece,), False)) for piece in pieces]
+        return [Work(nbytes, partial(make, pieces, header), nbytes)]
+    # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
+    held = _chunk_nbytes(array.layout)
+    first = [Work(0, partial(_write_header, array, store), 0)] if header else []
+    return first + [Work(piece.box.size * itemsize, partial(make, (piece,), False), held) for piece in pieces]
 
 
 def _write_pieces(
@@ -280,9 +299,11 @@ def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, v
     itemsize, pieces = entry.spec.itemsize, _pieces(entry.grid, read.box)
     nbytes = read.box.size * itemsize
     fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
-    if nbytes < SMALL_NBYTES:
-        return [Work(nbytes, partial(fill, pieces))]
-    return [Work(piece.box.size * itemsize, partial(fill, (piece,))) for piece in pieces]
+    if nbytes < SMALL_NBYTES and is_raw(entry.layout):
+        return [Work(nbytes, partial(fill, pieces), nbytes)]
+    # Read in place or from a map, unless a codec has to be undone or all of a chunk is to be digested.
+    held = _chunk_nbytes(entry.layout)
+    return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]
 
 
 def _read_pieces(

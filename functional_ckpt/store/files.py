@@ -7,9 +7,11 @@ its open of each array, and a parallel read straight into the caller's memory is
 import ctypes
 import mmap
 import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ class FileStore:
         """Return a file's bytes, or None."""
         with storage_errors("reading", name):
             try:
-                with open(self._prefix + name, "rb") as file:
+                with open(_open_plain(self._prefix + name), "rb") as file:
                     return file.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
@@ -116,7 +118,9 @@ class FileStore:
         """Return a file's size, or None."""
         with storage_errors("looking at", name):
             try:
-                return os.stat(self._prefix + name).st_size
+                found = os.stat(self._prefix + name)
+                _require_plain(found.st_mode)
+                return found.st_size
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -126,7 +130,8 @@ class FileStore:
             if os.fstat(file.fileno()).st_size == 0:
                 return memoryview(b"")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        _advise(mapped, ranges)
+            if ranges and not _is_cached(file.fileno(), ranges):
+                _advise(mapped, ranges)
         return memoryview(mapped)
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
@@ -139,7 +144,7 @@ class FileStore:
                     block = into[done : done + BLOCK_NBYTES]
                     count = os.preadv(file, [block], done)
                     if count == 0:
-                        raise CorruptionError("a file is too short", name, None, None, None, len(into), done)
+                        raise CorruptionError("a file is too short", path=name, expected=len(into), found=done)
                     if each is not None:
                         each(block[:count])
                     done += count
@@ -154,10 +159,11 @@ class FileStore:
 
     def identity(self) -> object:
         """Return device and inode of the root directory, or None if there is none."""
-        try:
-            found = os.stat(self.root)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        with storage_errors("looking at", self.url):
+            try:
+                found = os.stat(self.root)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
         return found.st_dev, found.st_ino
 
     def delete(self, names: Sequence[str]) -> None:
@@ -187,12 +193,44 @@ class FileStore:
         return {"driver": "file", "path": f"{self.root}/{prefix}"}
 
 
+def _is_cached(file: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether both ends of what is wanted lie in the page cache: asking for the rest then only costs.
+
+    Measured: 0.6 us a range, which on cached chunks doubles the time of a column half.
+    """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    byte = bytearray(1)
+    try:
+        return all(os.preadv(file, [byte], at, os.RWF_NOWAIT) == 1 for at in (ranges[0][0], ranges[-1][1] - 1))
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that cannot tell, such as one in memory
+        return True
+
+
+def _open_plain(path: str) -> int:
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _require_plain(os.fstat(file).st_mode)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _require_plain(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError(EINVAL, "not a regular file")
+
+
 def _advise(mapped: mmap.mmap, ranges: Sequence[tuple[int, int]]) -> None:
     """Ask for the pages of `ranges` at once, and for no others: read-ahead would fetch what lies between.
 
     Measured on a cold disk: a column half of row chunks fetches 2.0 times its bytes without this, 1.0 with it.
     """
-    if not ranges or not hasattr(mmap, "MADV_RANDOM"):
+    if not hasattr(mmap, "MADV_RANDOM"):
         return
     mapped.madvise(mmap.MADV_RANDOM)
     for start, stop in ranges:

@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from functional_ckpt.errors import NotImplementedYet
-from functional_ckpt.store.base import Store
+from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.files import FileStore
 
 __all__ = ["local_path", "open_store"]
@@ -26,7 +26,8 @@ def open_store(url: str | Path, sync: str = "none") -> Store:
     False
     """
     text = str(url)
-    scheme = urlsplit(text).scheme if "://" in text else "file"
+    with storage_errors("understanding a path", text):
+        scheme = urlsplit(text).scheme if "://" in text else "file"
     if scheme == "memory":
         # TensorStore takes a third of a second to import, which files of plain chunks never need.
         from functional_ckpt.store.zarr import MemoryStore
@@ -40,7 +41,7 @@ def open_store(url: str | Path, sync: str = "none") -> Store:
 
 
 def local_path(url: str | Path) -> Path:
-    """Return the absolute path of a plain path or ``file://`` URL.
+    """Return the absolute path of a plain path or ``file://`` URL, without ``..``.
 
     Examples
     --------
@@ -48,4 +49,9 @@ def local_path(url: str | Path) -> Path:
     'a b'
     """
     text = str(url)
-    return Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser().absolute()
+    with storage_errors("understanding a path", text):
+        found = Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser().absolute()
+        if ".." not in found.parts:
+            return found
+        # TensorStore refuses them. Links below count, those of the last name do not: it may be replaced.
+        return found.resolve() if found.name == ".." else found.parent.resolve() / found.name

@@ -12,9 +12,9 @@ from functional_ckpt.errors import (
     NotACheckpointError,
     ProblemError,
 )
-from functional_ckpt.plan.manifest import FORMAT, ArrayEntry, Manifest, check_version
+from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest
+from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
 from functional_ckpt.store.encoding import array_metadata, digest, node_name
 from functional_ckpt.store.execute import check_chunk, check_digest, read_chunk
 from functional_ckpt.store.opening import open_store
@@ -102,9 +102,9 @@ class VerifyReport:
 
 
 def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
-    """Read every chunk and compare it with its digest, and every array's metadata with the manifest.
+    """Read every chunk and compare it with its digest, and root and every array's metadata with the manifest.
 
-    Problems of arrays are returned, not raised.
+    Problems of root and arrays are returned, not raised.
 
     Raises
     ------
@@ -113,17 +113,37 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     """
     store = open_store(path)
     manifest = read_manifest(path)
-    work = [w for entry in manifest.arrays for w in _checks(store, entry)]
+    work = [Work(0, lambda: _root_problem(store, manifest), 0)]
+    work += [w for entry in manifest.arrays for w in _checks(store, entry)]
     found = run_all(work, _BUDGET_NBYTES, on_bytes)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     return VerifyReport(problems, sum(e.grid.size for e in manifest.arrays), manifest.nbytes)
+
+
+def _root_problem(store: Store, manifest: Manifest) -> ProblemError | None:
+    """Return a problem if the root says something else than the manifest."""
+    try:
+        root = json.loads(store.read(ROOT) or b"")
+        ours = root["attributes"][FORMAT]
+        made = (json.loads(root_metadata(manifest, ours["manifest"], consolidate)) for consolidate in (True, False))
+        # Who wrote a later minor version knows what else belongs there.
+        if ours["version"] != list(VERSION) or root in made:
+            return None
+    except ProblemError as error:
+        return error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return CorruptionError("the root was changed", path=f"{store.url}/{ROOT}", remedy="Restore the file")
 
 
 def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
     grid = entry.grid
 
     def header() -> ProblemError | None:
-        data = store.read(f"{node_name(entry.spec.key)}/zarr.json")
+        try:
+            data = store.read(f"{node_name(entry.spec.key)}/zarr.json")
+        except ProblemError as error:
+            return attrs.evolve(error, key=entry.spec.key)
         if data == array_metadata(entry.spec, entry.layout):
             return None
         what = "an array's zarr.json is missing" if data is None else "an array's zarr.json was changed"
@@ -143,6 +163,9 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
         return check
 
     return [
-        Work(0, header),
-        *(Work(grid.box(index).size * entry.spec.itemsize, chunk(index)) for index in grid.touched(entry.spec.box)),
+        Work(0, header, 0),
+        *(
+            Work(grid.box(index).size * entry.spec.itemsize, chunk(index), grid.box(index).size * entry.spec.itemsize)
+            for index in grid.touched(entry.spec.box)
+        ),
     ]

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ from functional_ckpt.errors import CorruptionError, ObjectCodecError
 
 __all__ = ["decode_text", "decode_value", "encode_value", "is_plain"]
 
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError, OverflowError)
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -81,7 +82,7 @@ def decode_value(coded: Any) -> Any:
         if tag in _DECODERS:
             try:
                 return _DECODERS[tag](body)
-            except (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError) as error:
+            except _UNREADABLE as error:
                 raise CorruptionError("a stored value cannot be read", found=f"{tag}: {error}") from None
     if any(key.startswith("~") for key in coded):
         raise CorruptionError("a stored value has an unknown tag", found=sorted(coded))
@@ -150,6 +151,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     set: lambda value: {"~set": _encode_set(value)},
     frozenset: lambda value: {"~frozenset": _encode_set(value)},
     range: lambda value: {"~range": [value.start, value.stop, value.step]},
+    defaultdict: _encode_dict,
     Counter: lambda value: {"~counter": _pairs(value)},
     OrderedDict: lambda value: {"~ordered": _pairs(value)},
 }

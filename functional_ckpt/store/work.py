@@ -16,10 +16,11 @@ SMALL_NBYTES = 256 * 2**10
 
 @attrs.frozen(eq=False)
 class Work:
-    """A call that needs up to `nbytes` of extra memory while it runs."""
+    """A call that handles `nbytes` of elements and needs up to `held_nbytes` of extra memory meanwhile."""
 
     nbytes: int
     call: Callable[[], object]
+    held_nbytes: int
 
 
 def thread_count() -> int:
@@ -35,7 +36,7 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
 
     Examples
     --------
-    >>> run_all([Work(1, lambda: "a"), Work(1, lambda: "b")], 10)
+    >>> run_all([Work(1, lambda: "a", 1), Work(1, lambda: "b", 1)], 10)
     ['a', 'b']
     """
     pieces = list(work)
@@ -43,7 +44,7 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     failures: list[BaseException] = []
     small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES]
     large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES]
-    largest = max((pieces[i].nbytes for i in large), default=1)
+    largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
 
     def drain(order: Iterable[int]) -> None:
         try:
@@ -60,11 +61,19 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     todo = iter(large)
     count = min(thread_count(), len(large), max(1, budget_nbytes // largest))
     helpers = [Thread(target=drain, args=(todo,)) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
-    drain(chain(small, todo))
-    for helper in helpers:
-        helper.join()
+    started: list[Thread] = []
+    try:
+        for helper in helpers:
+            helper.start()
+            started.append(helper)
+        drain(chain(small, todo))
+        for helper in started:
+            helper.join()
+    except BaseException as error:  # an interrupt: nobody may go on with the caller's memory after we return
+        failures.append(error)
+        for helper in started:
+            helper.join()
+        raise
     if failures:
         raise failures[0]
     return results

@@ -24,10 +24,10 @@ _UNDECODABLE = ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOU
 
 
 @cache
-def _context() -> ts.Context:
+def _context(sync: bool = True) -> ts.Context:
     # One context for the process: `memory://` objects live as long as it does. Locking "os" keeps two
     # processes that update one chunk file apart (measured: nothing lost; "none" loses rows).
-    return ts.Context({"file_io_locking": {"mode": "os"}})
+    return ts.Context({"file_io_locking": {"mode": "os"}, "file_io_sync": sync})
 
 
 @attrs.frozen
@@ -43,6 +43,7 @@ class MemoryStore:
     """
 
     prefix: str
+    sync: str = "none"
 
     @property
     def url(self) -> str:
@@ -61,7 +62,11 @@ class MemoryStore:
                 each(part)
         data = b"".join(parts).ljust(nbytes, b"\0")
         with storage_errors("writing", name):
-            stamp = self._kv().write(name, data, if_equal=b"").result()
+            kv = self._kv()
+            before = kv.read(name).result()
+            if before.state == "value":
+                raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+            stamp = kv.write(name, data, if_equal=before.stamp.generation).result()
         if not stamp.generation:  # how TensorStore says that the condition did not hold
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
 
@@ -71,7 +76,8 @@ class MemoryStore:
 
     def read(self, name: str) -> bytes | None:
         """Return an object's bytes, or None."""
-        found = self._kv().read(name).result()
+        with storage_errors("reading", name):
+            found = self._kv().read(name).result()
         return bytes(found.value) if found.state == "value" else None
 
     def nbytes_of(self, name: str) -> int | None:
@@ -94,7 +100,9 @@ class MemoryStore:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
-        yield from (key.decode() for key in self._kv().list().result())
+        with storage_errors("listing", self.url):
+            found = self._kv().list().result()
+        yield from (key.decode() for key in found)
 
     def identity(self) -> object:
         """Return None: a checkpoint in memory is never replaced."""
@@ -123,18 +131,19 @@ def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
     A missing chunk is an error on read, and a chunk of zeros is stored: absence never means zero.
     """
     # Only data types and ranks of our own table arrive here: TensorStore aborts the process on some others.
-    return ts.open(
-        {
-            "driver": "zarr3",
-            "kvstore": store.kvstore(f"{node_name(spec.key)}/"),
-            "metadata": json.loads(array_metadata(spec, layout)),
-            "fill_missing_data_reads": False,
-            "store_data_equal_to_fill_value": True,
-        },
-        context=_context(),
-        open=True,
-        assume_metadata=True,
-    ).result()
+    with storage_errors("opening", spec.key):
+        return ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": store.kvstore(f"{node_name(spec.key)}/"),
+                "metadata": json.loads(array_metadata(spec, layout)),
+                "fill_missing_data_reads": False,
+                "store_data_equal_to_fill_value": True,
+            },
+            context=_context(store.sync == "fsync" or not store.capabilities.shared),
+            open=True,
+            assume_metadata=True,
+        ).result()
 
 
 def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: Layout) -> None:

@@ -175,8 +175,8 @@ def mangled_manifests(draw: DrawFn) -> bytes:
     Examples
     --------
     >>> from hypothesis import find
-    >>> find(mangled_manifests(), lambda text: text.startswith(b"["))
-    b'['
+    >>> find(mangled_manifests(), lambda text: True)
+    b''
     """
     kind = draw(st.sampled_from(["bytes", "damage", "lie"]))
     event(f"manifest: {kind}")

@@ -40,6 +40,11 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
                 found=type(process_group).__name__, remedy="Call torch.distributed.init_process_group first",
             )  # fmt: skip
         return LocalGather()
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise SpecError(
+            "this is no process group", found=type(process_group).__name__,
+            remedy="Pass a torch process group (of a DeviceMesh: mesh.get_group()), or a Gather",
+        )  # fmt: skip
     parent: Any = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(parent)
     if rank < 0:
@@ -49,7 +54,9 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
         return LocalGather()
     links = _LINKS.setdefault(parent, {})
     if (timeout_s, purpose) not in links:
-        links[timeout_s, purpose] = _Link(parent.get_group_store(), rank, size, timeout_s, purpose)
+        # Named by their order, which is that of the calls on every rank, so that ranks with other timeouts meet too.
+        name = f"{purpose}/{sum(known == purpose for _, known in links)}"
+        links[timeout_s, purpose] = _Link(parent.get_group_store(), rank, size, timeout_s, name)
     return links[timeout_s, purpose].gather()
 
 
@@ -92,10 +99,10 @@ class _Link:
     the groups of this process, so ranks that belong to different numbers of groups would wait for each other forever.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, purpose: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> None:
         # A client of its own: the parent's is blocked while another thread waits for something in it.
         store = store.clone() if hasattr(store, "clone") else store
-        self._store = PrefixStore(f"functional_ckpt/{purpose}/{timeout_s}", store)
+        self._store = PrefixStore(f"functional_ckpt/{name}", store)
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._number = 0
         self._open: TorchGather | None = None

@@ -183,7 +183,13 @@ def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
-    return HostBuffer(host_view(tensor)) if tensor.is_cpu else DeviceBuffer(tensor)
+    if tensor.is_cpu:
+        return HostBuffer(host_view(tensor))
+    # Pieces are copied by threads, which have streams of their own: what made the tensor must be done by then.
+    stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
+    if stream is not None:
+        stream(tensor.device).synchronize()
+    return DeviceBuffer(tensor)
 
 
 def _check_type(key: str, leaf: torch.Tensor) -> None:
