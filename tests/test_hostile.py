@@ -194,11 +194,14 @@ BAD = {  # what is wrong with it, and where it must show at the latest
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_arrays_get_an_error_of_ours(bad, saved):
     array(saved, **BAD[bad])
-    with pytest.raises(CheckpointError):
+
+    def read():
         verify(saved)
-        np.asarray(open_checkpoint(saved)["w"][...])
+        open_checkpoint(saved)["w"][...]
         open_checkpoint(saved).state()
-        pytest.skip("reads as something")
+
+    with pytest.raises(CheckpointError):
+        read()
 
 
 @pytest.mark.parametrize("value", [{"~complex": [10**400, 0]}, {"~tuple": 5}, {"~dict": [[1]]}, "deep"])
@@ -293,7 +296,7 @@ def test_a_very_long_chain_of_codecs_is_refused(coded):
         open_checkpoint(coded)
 
 
-class Kind(str, enum.Enum):
+class Kind(str, enum.Enum):  # noqa: UP042 - unlike StrEnum, its str() is not its text
     A = "a"
 
 

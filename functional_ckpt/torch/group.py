@@ -1,5 +1,6 @@
 """A torch process group as a `Gather`."""
 
+import atexit
 import pickle
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -40,6 +41,8 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
                 found=type(process_group).__name__, remedy="Call torch.distributed.init_process_group first",
             )  # fmt: skip
         return LocalGather()
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise SpecError("this process is not a member of the process group", rank=dist.get_rank())
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise SpecError(
             "this is no process group", found=type(process_group).__name__,
@@ -117,6 +120,12 @@ class _Link:
             self._open = TorchGather(self._rank, self._size, line)
         return self._open
 
+    def close(self) -> None:
+        """Drop the connections."""
+        if self._open is not None:
+            self._open._line.gloo = None
+            self._open = None
+
 
 @attrs.define(eq=False)
 class _Line:
@@ -179,3 +188,11 @@ def _first_line(error: Exception) -> str:
 
 
 _LINKS: "WeakKeyDictionary[Any, dict[tuple[float, str], _Link]]" = WeakKeyDictionary()
+
+
+@atexit.register
+def _hang_up() -> None:
+    """Close the connections while the interpreter is whole: gloo's threads abort the process if they outlive it."""
+    for links in list(_LINKS.values()):
+        for link in links.values():
+            link.close()
