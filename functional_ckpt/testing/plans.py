@@ -127,10 +127,11 @@ def _entries(draw: DrawFn, spec: ArraySpec) -> ArrayEntry:
     )
     random = np.random.default_rng(draw(st.integers(0, 99)))
     digests = random.bytes(ChunkGrid(spec.shape, chunk).size * DIGEST_NBYTES)
-    return ArrayEntry(spec, layout, digests, draw(_paths(spec.key)), draw(st.sampled_from([None, "torch"])))
+    holds_object = spec.dtype == "uint8" and len(spec.shape) == 1 and bool(digests) and draw(st.booleans())
+    return ArrayEntry(spec, layout, digests, draw(_paths(spec.key)), "torch" if holds_object else None)
 
 
 def _paths(key: str) -> SearchStrategy[tuple[Any, ...] | None]:
-    dict_keys = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+    dict_keys = st.none() | st.booleans() | st.integers()  # text stands for itself
     item = st.text(max_size=3) | st.integers(0, 9) | dict_keys.map(DictKey) | st.integers(0, 9).map(RankItem)
     return st.just(tuple(key.split("."))) | st.none() | st.lists(item, max_size=3).map(tuple)
