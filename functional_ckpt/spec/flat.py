@@ -5,7 +5,7 @@ boxes: the tail of a first row, whole rows, the head of a last row, and the same
 partial rows. Each box is one contiguous run, so the boxes in order are the range in order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.box import Box
 
-__all__ = ["flat_boxes", "flat_runs"]
+__all__ = ["flat_boxes", "flat_runs", "joined"]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
@@ -64,6 +64,23 @@ def flat_runs(shape: Sequence[int], box: Box) -> tuple[tuple[int, int], ...]:
     for extent, stride in zip(box.shape[: max(axis - 1, 0)], strides, strict=False):
         starts = (starts[:, None] + np.arange(extent) * stride).ravel()
     return tuple((start, start + run) for start in starts.tolist())
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return half-open ranges with each run of touching neighbours made one.
+
+    Examples
+    --------
+    >>> joined([(0, 2), (2, 3), (5, 6)])
+    [(0, 3), (5, 6)]
+    """
+    found: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if found and found[-1][1] == low:
+            found[-1] = (found[-1][0], high)
+        else:
+            found.append((low, high))
+    return found
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -14,6 +14,7 @@ import attrs
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.flat import joined
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tiling import chunked_sizes
 
@@ -114,7 +115,7 @@ def _share(spans: list[_Interval], parts: int, size: int, index: int) -> list[_I
         low = begin + sum(shares[:index])
         mine += _window(spans, low, low + shares[index])
         begin += part
-    return _joined(mine)
+    return joined(mine)
 
 
 def _window(spans: list[_Interval], low: int, high: int) -> list[_Interval]:
@@ -127,16 +128,6 @@ def _window(spans: list[_Interval], low: int, high: int) -> list[_Interval]:
             found.append((lo + a, lo + b))
         offset += hi - lo
     return found
-
-
-def _joined(spans: list[_Interval]) -> list[_Interval]:
-    joined: list[_Interval] = []
-    for lo, hi in spans:
-        if joined and joined[-1][1] == lo:
-            joined[-1] = (joined[-1][0], hi)
-        else:
-            joined.append((lo, hi))
-    return joined
 
 
 def _placed(array: ArraySpec, spans: list[list[_Interval]], replica: tuple[int, ...]) -> tuple[PlacedShard, ...]:

@@ -8,7 +8,7 @@ import attrs
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.flat import flat_boxes, flat_runs
+from functional_ckpt.spec.flat import flat_boxes, flat_runs, joined
 
 __all__ = ["Fragment", "ShardSpec", "World", "fragments", "from_rank_offsets", "narrow"]
 
@@ -236,17 +236,7 @@ def _narrowed_flats(shard: ShardSpec, kept: Box) -> list[tuple[int, int]]:
         if common is None:
             continue
         found += flat_runs(kept.shape, common.relative_to(kept))
-    return _merged(found)
-
-
-def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for low, high in ranges:
-        if merged and merged[-1][1] == low:
-            merged[-1] = (merged[-1][0], high)
-        else:
-            merged.append((low, high))
-    return merged
+    return joined(found)
 
 
 def _scaled(values: tuple[int, ...], axis: int, length: int, extent: int) -> tuple[int, ...]:
