@@ -39,7 +39,7 @@ class Competitor:
 
 
 def save_ours(state: State, path: Path, durable: bool, **policy: int) -> None:
-    chosen = functional_ckpt.SavePolicy(durability="fsync" if durable else "none", **policy)
+    chosen = functional_ckpt.SavePolicy(durability="auto" if durable else "none", **policy)
     functional_ckpt.save(state, path, policy=chosen)
 
 

@@ -163,3 +163,11 @@ def test_the_longest_matching_prefix_names_the_codecs(policy, key):
     longest = max(fitting, key=len, default=None)
     candidates = [names for prefix, names in policy.codecs if prefix == longest] or [()]
     assert policy.codecs_of(key) in candidates
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), min_size=1, max_size=3))
+def test_a_chunk_is_found_by_its_number(axes):
+    grid = ChunkGrid(tuple(n for n, _ in axes), tuple(c for _, c in axes))
+    indices = list(grid.touched(Box.from_shape(grid.shape)))
+    assert [grid.index(position) for position in range(grid.size)] == indices
+    assert [grid.position(index) for index in indices] == list(range(grid.size))

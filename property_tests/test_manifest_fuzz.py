@@ -6,7 +6,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from functional_ckpt.errors import CheckpointError, FormatVersionError
+from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, VERSION, Manifest, canonical
 from functional_ckpt.testing import strategies as fst
 
@@ -76,3 +76,12 @@ def check_consistent(manifest):
     assert {alias.target for alias in manifest.aliases} <= {entry.spec.key for entry in manifest.arrays}
     assert manifest.nbytes >= 0
     assert manifest.by_key.keys() >= {alias.key for alias in manifest.aliases}
+
+
+@given(fst.manifests().filter(lambda manifest: any(entry.digests for entry in manifest.arrays)), st.booleans())
+def test_every_chunk_has_one_digest(manifest, too_many):
+    document = json.loads(manifest.to_json())
+    digests = next(record["digests"] for record in document["arrays"] if record["digests"])
+    digests[:] = [*digests, digests[0]] if too_many else digests[1:]
+    with pytest.raises(CorruptionError):
+        Manifest.from_json(json.dumps(document).encode())

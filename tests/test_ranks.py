@@ -331,3 +331,14 @@ def test_a_rank_that_cannot_even_look(tmp_path, fast, monkeypatch):
     for outcome in try_ranks(2, loading):
         assert isinstance(outcome, CheckpointError)
     assert time.monotonic() - begun < 10
+
+
+def test_copies_of_another_shape_are_named_as_such(tmp_path, fast):
+    """Their digests differ as well, which would say less."""
+
+    def saving(gather):
+        return save({"w": np.ones(3 + gather.rank)}, tmp_path / "a", policy=fast, process_group=gather)
+
+    for outcome in try_ranks(2, saving):
+        assert type(outcome).__name__ == "ShapeError"
+        assert outcome.rank == (0, 1)
