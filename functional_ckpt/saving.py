@@ -18,6 +18,7 @@ import numpy as np
 from functional_ckpt.capture import capture
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
+    CheckpointError,
     CheckpointWarning,
     DuplicateKeyError,
     ProblemError,
@@ -49,21 +50,17 @@ _NOTHING = HostBuffer(np.empty(0, np.uint8))
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A save that all ranks have agreed on: where, what, and this rank's part of it."""
+    """A save that all ranks have agreed on: where, what, and what of it is `mine`, this rank's part."""
 
     gather: Gather
     policy: SavePolicy
     state: GlobalState
     plan: SavePlan
+    mine: SavePlan
     buffers: tuple[Buffer, ...]
     site: Site
     claim: Claim | None
     started: float
-
-    @property
-    def mine(self) -> SavePlan:
-        """What this rank does of the plan."""
-        return restrict(self.plan, self.gather.rank) if self.gather.size > 1 else self.plan
 
 
 def prepare(
@@ -93,9 +90,10 @@ def prepare(
     state, plan = agree(gather, lambda: _plan(states, path, policy, gather.size))
     stored = {leaf.key for leaf in state.leaves}
     buffers = tuple(b for leaf in states[gather.rank].arrays if leaf.key in stored for b in kept[leaf.key])
+    mine = restrict(plan, gather.rank) if gather.size > 1 else plan
     nodes = [node_name(array.spec.key) for array in plan.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
-    return Prepared(gather, policy, state, plan, buffers, site, claim, started)
+    return Prepared(gather, policy, state, plan, mine, buffers, site, claim, started)
 
 
 def _plan(
@@ -103,12 +101,15 @@ def _plan(
 ) -> tuple[GlobalState, SavePlan]:
     """Merge and plan; every rank does it for itself and comes to the same answer."""
     state, problems = merge_states(states, policy.replicated)
-    raise_problems(problems)
     store = open_store(path)
     if size > 1 and not store.capabilities.shared:
         raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
-    plan = plan_save(state.world, policy.layout, policy.replicas, store.capabilities.shared_chunks)
-    raise_problems(_name_collisions(plan))
+    try:
+        plan = plan_save(state.world, policy.layout, policy.replicas, store.capabilities.shared_chunks)
+    except CheckpointError as error:
+        raise_problems([*problems, error])
+        raise
+    raise_problems([*problems, *_name_collisions(plan)])
     return state, plan
 
 
@@ -157,8 +158,8 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         On every rank, if any rank has failed.
     """
     gather = prepared.gather
+    mine = prepared.mine
     with _abandoning(prepared):
-        mine = prepared.mine
         store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
     budget = prepared.policy.budget_nbytes
 
