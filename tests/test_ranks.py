@@ -342,3 +342,15 @@ def test_copies_of_another_shape_are_named_as_such(tmp_path, fast):
     for outcome in try_ranks(2, saving):
         assert type(outcome).__name__ == "ShapeError"
         assert outcome.rank == (0, 1)
+
+
+def test_values_and_shapes_that_differ_are_reported_together(tmp_path, fast):
+    def saving(gather):
+        state = {"w": np.ones(3 + gather.rank), "lr": gather.rank}
+        return save(state, tmp_path / "a", policy=fast, process_group=gather)
+
+    for outcome in try_ranks(2, saving):
+        assert sorted((type(e).__name__, e.key) for e in outcome.exceptions) == [
+            ("ReplicaError", "lr"),
+            ("ShapeError", "w"),
+        ]
