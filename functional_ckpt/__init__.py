@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from functional_ckpt import errors
     from functional_ckpt.api import async_save, diff, load, save
     from functional_ckpt.checkpoint import Checkpoint, StoredArray, open_checkpoint
-    from functional_ckpt.leaves import PerRank
+    from functional_ckpt.leaves import LocalShards, PerRank
     from functional_ckpt.pending import PendingSave
     from functional_ckpt.plan.layout import LayoutPolicy
     from functional_ckpt.plan.manifest import Manifest
@@ -37,6 +37,7 @@ _MODULES = {
     "Checkpoint": "checkpoint",
     "StoredArray": "checkpoint",
     "open_checkpoint": "checkpoint",
+    "LocalShards": "leaves",
     "PerRank": "leaves",
     "PendingSave": "pending",
     "LayoutPolicy": "plan.layout",
@@ -64,6 +65,7 @@ __all__ = [
     "Fragment",
     "LayoutPolicy",
     "LoadPolicy",
+    "LocalShards",
     "Manifest",
     "ObjectSpec",
     "PendingSave",

@@ -17,22 +17,46 @@ from functional_ckpt.errors import (
 from functional_ckpt.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
 from functional_ckpt.objects import object_bytes
 from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
-from functional_ckpt.plan.state import ArrayLeaf, LocalState
+from functional_ckpt.plan.state import ArrayLeaf, LocalState, is_per_rank
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.array import check_key
+from functional_ckpt.spec.mesh import relabelled
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.execute import content_digest
 from functional_ckpt.store.values import encode_value, is_plain
 
-__all__ = ["capture"]
+__all__ = ["Captured", "capture"]
+
+
+@attrs.frozen(eq=False)
+class Captured:
+    """What a rank holds: what all ranks may hold alike, its `own` part, and the buffers of both, in order of leaves.
+
+    `numbers` are the positions of a key's buffers among them; the first `common_count` belong to `common`.
+    """
+
+    common: LocalState
+    own: LocalState
+    buffers: tuple[Buffer, ...]
+    numbers: Mapping[str, range]
+
+    @property
+    def common_keys(self) -> frozenset[str]:
+        """Keys of the arrays in `common`."""
+        return frozenset(leaf.key for leaf in self.common.arrays)
+
+    @property
+    def common_count(self) -> int:
+        """Number of buffers of `common`."""
+        return sum(len(self.numbers[leaf.key]) for leaf in self.common.arrays)
 
 
 def capture(
     tree: Any, gather: Gather, policy: SavePolicy, overwrite: bool, attributes: Mapping[str, Any] | None
-) -> tuple[LocalState, dict[str, tuple[Buffer, ...]]]:
-    """Describe this rank's leaves, and return the buffers by key.
+) -> Captured:
+    """Describe this rank's leaves.
 
     Raises
     ------
@@ -44,7 +68,14 @@ def capture(
         seen.guard(seen.add, path, leaf)
     seen.guard(seen.set_attributes, attributes or {})
     raise_problems(seen.problems)
-    return attrs.evolve(seen.state(), terms=_terms(policy, overwrite)), seen.buffers
+    common, own = attrs.evolve(seen.state(), terms=_terms(policy, overwrite)).parted()
+    buffers: list[Buffer] = []
+    numbers: dict[str, range] = {}
+    for leaf in (*common.arrays, *own.arrays):
+        found = seen.buffers[leaf.key]
+        numbers[leaf.key] = range(len(buffers), len(buffers) + len(found))
+        buffers += found
+    return Captured(common, own, tuple(buffers), numbers)
 
 
 class _Capture:
@@ -81,7 +112,8 @@ class _Capture:
             attrs.evolve(leaf, tied_to=first[identity]) if first[identity] != leaf.key else leaf
             for leaf, identity in self._arrays
         )
-        return LocalState(tuple(self._shards), arrays, tuple(self._values), tuple(self._per_rank), self._attributes)
+        values, per_rank = tuple(self._values), tuple(self._per_rank)
+        return LocalState(arrays, tuple(self._shards), values, per_rank, self._attributes)
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Check and keep the user's attributes."""
@@ -135,11 +167,13 @@ class _Capture:
         self._add_array(key, path, NumpyLeaves().hold(key, data, self.gather.rank), self.policy.object_codec)
 
     def _add_array(self, key: str, path: Path, held: HeldArray, codec: str | None) -> None:
-        self._shards += [shard for shard, _ in held.parts]
-        self.buffers[key] = tuple(buffer for _, buffer in held.parts)
+        self.buffers[key] = held.buffers
+        sharding = None if held.sharding is None else relabelled(held.sharding, getattr(self.gather, "members", None))
+        self._shards += () if held.copy or sharding is not None else held.all_shards(self.gather.rank)
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
-        copy_digest = content_digest(held.parts[0][1], held.spec) if checked and not _is_per_rank(path) else None
-        self._arrays.append((ArrayLeaf(key, path, codec, None, held.copy, copy_digest), held.identity))
+        copy_digest = content_digest(held.buffers[0], held.spec) if checked and not is_per_rank(path) else None
+        leaf = ArrayLeaf(held.spec, path, codec, None, held.copy, copy_digest, sharding)
+        self._arrays.append((leaf, held.identity))
 
 
 def _terms(policy: SavePolicy, overwrite: bool) -> str:
@@ -150,10 +184,6 @@ def _terms(policy: SavePolicy, overwrite: bool) -> str:
 
 def _is_representable(key: object) -> bool:
     return key is None or isinstance(key, bool | int | str) or (isinstance(key, float) and math.isfinite(key))
-
-
-def _is_per_rank(path: Path) -> bool:
-    return any(isinstance(item, RankItem) for item in path)
 
 
 def _type_name(value: object) -> str:

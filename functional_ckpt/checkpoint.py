@@ -19,8 +19,9 @@ from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import HostBuffer
+from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.encoding import Array, numpy_dtype
-from functional_ckpt.store.execute import check_chunk, read_plan
+from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import check_identity, read_manifest
 from functional_ckpt.store.values import decode_text

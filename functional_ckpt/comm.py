@@ -14,6 +14,7 @@ from functional_ckpt.errors import (
     StorageError,
     raise_problems,
 )
+from functional_ckpt.store.exchange import LocalExchange
 
 __all__ = ["Gather", "LocalGather", "agree", "together"]
 
@@ -41,8 +42,8 @@ class Gather(Protocol):
 
 
 @attrs.frozen
-class LocalGather:
-    """A group of one process.
+class LocalGather(LocalExchange):
+    """A group of one process, as a `Gather` and as an `Exchange`; `members` are the numbers that meshes use for it.
 
     Examples
     --------
@@ -50,8 +51,7 @@ class LocalGather:
     ['x']
     """
 
-    rank: int = 0
-    size: int = 1
+    members: tuple[int, ...] | None = None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return ``[value]``."""

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import attrs
 import numpy as np
 
-from functional_ckpt.errors import SpecError, UnsupportedLeafError
+from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.encoding import Array, dtype_name, numpy_dtype
 
-__all__ = ["HeldArray", "LeafAdapter", "NumpyLeaves", "PerRank", "Target", "adapter_of"]
+__all__ = ["HeldArray", "LeafAdapter", "LocalShards", "NumpyLeaves", "PerRank", "Target", "adapter_of"]
 
 
 @attrs.frozen
@@ -37,18 +38,53 @@ class PerRank:
     value: Any
 
 
+def _tupled(values: Any) -> tuple[Any, ...]:
+    return (values,) if isinstance(values, ShardSpec | np.ndarray) else tuple(values)
+
+
+@attrs.frozen(eq=False)
+class LocalShards:
+    """A leaf that is this rank's shards of one array: where each lies, and a numpy array of the shape of its box.
+
+    The data of a flat shard has one axis. The key of the array is the leaf's, whatever the specs say. A rank that holds
+    nothing of an array leaves the leaf out. One shard needs no tuples.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.box import Box
+    >>> w = ArraySpec("w", (4,), "float32")
+    >>> LocalShards(ShardSpec(w, Box((0,), (2,))), np.zeros(2, "f4")).shards[0].box.size
+    2
+    """
+
+    shards: tuple[ShardSpec, ...] = attrs.field(converter=_tupled)
+    data: tuple[Array, ...] = attrs.field(converter=_tupled)
+
+
 @attrs.frozen(eq=False)
 class HeldArray:
-    """An array leaf: its spec and this rank's parts of it.
+    """An array leaf: its spec, and the buffers of this rank's shards of it.
 
-    `copy` says that the rank holds all of it and other ranks under the same key hold copies. Leaves with equal
-    `identity` share one memory.
+    `sharding` says how all ranks hold it, if that is known, this process as rank `place` of its mesh; else `shards` are
+    the rank's own. With `copy` it is neither: the rank holds all of it, and other ranks under the same key hold copies.
+    Leaves with equal `identity` share one memory.
     """
 
     spec: ArraySpec
-    parts: tuple[tuple[ShardSpec, Buffer], ...]
+    buffers: tuple[Buffer, ...]
     copy: bool
     identity: Hashable
+    sharding: Sharding | None = None
+    shards: tuple[ShardSpec, ...] = ()
+    place: int = 0
+
+    def all_shards(self, rank: int) -> tuple[ShardSpec, ...]:
+        """Return the shards of this rank of the group, one per buffer."""
+        if self.copy:
+            return (ShardSpec(self.spec, self.spec.box, rank),)
+        if self.sharding is None:
+            return self.shards
+        return tuple(part.shard for part in self.sharding.parts(self.spec, self.place))
 
 
 @attrs.frozen(eq=False)
@@ -79,7 +115,7 @@ class LeafAdapter(Protocol):
 
 
 class NumpyLeaves:
-    """numpy arrays and scalars; on load also `ArraySpec` (allocated whole) and `ShardSpec` (its part)."""
+    """numpy arrays and scalars, `LocalShards`; on load `ArraySpec` (allocated whole) and `ShardSpec` (its part) too."""
 
     def accepts(self, leaf: object) -> bool:
         """Tell whether `leaf` is a numpy array or scalar, or a spec."""
@@ -89,6 +125,8 @@ class NumpyLeaves:
         """Describe a leaf that is saved."""
         if isinstance(leaf, ArraySpec | ShardSpec):
             raise UnsupportedLeafError("a spec has no data to save", key, found=type(leaf).__name__)
+        if isinstance(leaf, LocalShards):
+            return _local_shards(key, leaf)
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap):
             raise UnsupportedLeafError(
                 "a subclass of numpy.ndarray would lose what it adds", key, found=type(leaf).__name__,
@@ -96,7 +134,7 @@ class NumpyLeaves:
             )  # fmt: skip
         name = dtype_name(leaf.dtype, key)
         array = np.asarray(leaf, dtype=numpy_dtype(name))  # copies only another byte order
-        return _whole(key, array, rank, _identity(leaf))
+        return _whole(key, array, _identity(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
@@ -106,17 +144,19 @@ class NumpyLeaves:
             else:
                 array = np.empty(leaf.box.shape, numpy_dtype(leaf.array.dtype))
             shard = attrs.evolve(leaf, array=attrs.evolve(leaf.array, key=key))
-            held = HeldArray(shard.array, ((shard, HostBuffer(array)),), False, id(array))
+            held = HeldArray(shard.array, (HostBuffer(array),), False, id(array), None, (shard,))
             return Target(held, lambda: array)
+        if isinstance(leaf, LocalShards):
+            return Target(_local_shards(key, leaf), lambda: leaf)
         if isinstance(leaf, ArraySpec):
             array = self.empty(leaf, leaf)
-            return Target(_whole(key, array, rank, id(array)), lambda: array)
+            return Target(_whole(key, array, id(array)), lambda: array)
         if isinstance(leaf, np.generic):
             scalar = np.empty((), leaf.dtype)
-            return Target(_whole(key, scalar, rank, id(scalar)), lambda: scalar[()])
+            return Target(_whole(key, scalar, id(scalar)), lambda: scalar[()])
         if not leaf.flags.writeable:
             raise SpecError("an array to load into is read-only", key, None, leaf.shape, remedy="Pass a writable copy")
-        return Target(_whole(key, leaf, rank, _identity(leaf)), lambda: leaf)
+        return Target(_whole(key, leaf, _identity(leaf)), lambda: leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return a spec itself."""
@@ -148,9 +188,26 @@ def _torch_leaves() -> LeafAdapter:
     return adapter
 
 
-def _whole(key: str, array: Array, rank: int, identity: Hashable) -> HeldArray:
+def _whole(key: str, array: Array, identity: Hashable) -> HeldArray:
     spec = ArraySpec(key, array.shape, dtype_name(array.dtype, key))
-    return HeldArray(spec, ((ShardSpec(spec, spec.box, rank), HostBuffer(array)),), True, identity)
+    return HeldArray(spec, (HostBuffer(array),), True, identity)
+
+
+def _local_shards(key: str, leaf: LocalShards) -> HeldArray:
+    if not leaf.shards or len({shard.array for shard in leaf.shards}) > 1 or len(leaf.shards) != len(leaf.data):
+        raise SpecError("local shards must be of one array, with one buffer each", key, None, None, None,
+                        "a buffer for each of at least one shard", (len(leaf.shards), len(leaf.data)))  # fmt: skip
+    array = attrs.evolve(leaf.shards[0].array, key=key)
+    shards = tuple(attrs.evolve(shard, array=array) for shard in leaf.shards)
+    for shard, data in zip(shards, leaf.data, strict=True):
+        shape = shard.box.shape if shard.flat is None else (shard.size,)
+        found = dtype_name(data.dtype, key)
+        if data.shape != shape or found != array.dtype:
+            raise ShapeError("a shard's data does not fit its spec", key, None, array.shape, shard.box.start,
+                             (shape, array.dtype), (data.shape, found))  # fmt: skip
+        if shard.flat is not None and not data.flags.c_contiguous:
+            raise SpecError("the data of a flat shard must be contiguous", key, None, array.shape, shard.box.start)
+    return HeldArray(array, tuple(map(HostBuffer, leaf.data)), False, id(leaf), None, shards)
 
 
 def _identity(array: Any) -> Hashable:
@@ -159,5 +216,5 @@ def _identity(array: Any) -> Hashable:
     return array.__array_interface__["data"][0], array.dtype, array.shape, array.strides
 
 
-_NUMPY_TYPES = (np.ndarray, np.generic, ArraySpec, ShardSpec)
+_NUMPY_TYPES = (np.ndarray, np.generic, LocalShards, ArraySpec, ShardSpec)
 _NUMPY = NumpyLeaves()

@@ -31,9 +31,10 @@ from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
 from functional_ckpt.store.commit import manifest_digest
 from functional_ckpt.store.encoding import digest
-from functional_ckpt.store.execute import check_chunk, check_digest, read_chunk, read_plan
+from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import check_identity, read_manifest
 from functional_ckpt.store.values import decode_text
@@ -207,8 +208,8 @@ class _Seeker:
         filled = self._filled.get(target.held.identity)
         if filled is None:
             self._filled[target.held.identity] = entry
-            self.shards += [shard for shard, _ in target.held.parts]
-            self.buffers += [buffer for _, buffer in target.held.parts]
+            self.shards += target.held.all_shards(self.gather.rank)
+            self.buffers += target.held.buffers
         elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
             entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
         ):  # fmt: skip

@@ -18,26 +18,27 @@ import numpy as np
 from functional_ckpt.capture import capture
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
-    CheckpointError,
     CheckpointWarning,
-    DuplicateKeyError,
-    ProblemError,
     SaveCancelledError,
     SpecError,
     StorageError,
     raise_problems,
 )
+from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
-from functional_ckpt.plan.save import SavePlan, plan_save, restrict
-from functional_ckpt.plan.state import GlobalState, LocalState, build_manifest, merge_states
+from functional_ckpt.plan.save import SavePlan
+from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
+from functional_ckpt.planning import Planner
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
-from functional_ckpt.store.execute import ChunkDigest, Receipt, check_chunk, digest_shared, write_plan
+from functional_ckpt.store.exchange import Exchange
+from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 from functional_ckpt.store.opening import open_store
 
 __all__ = ["Prepared", "prepare", "stage", "write"]
@@ -55,7 +56,7 @@ class Prepared:
     gather: Gather
     policy: SavePolicy
     state: GlobalState
-    plan: SavePlan
+    arrays: tuple[ArrayPlan, ...]
     mine: SavePlan
     buffers: tuple[Buffer, ...]
     site: Site
@@ -79,38 +80,11 @@ def prepare(
         On every rank, if any rank has a problem.
     """
     started = time.time()
-    kept: dict[str, tuple[Buffer, ...]] = {}
-
-    def describe() -> LocalState:
-        state, buffers = capture(tree, gather, policy, overwrite, attributes)
-        kept.update(buffers)
-        return state
-
-    states = together(gather, describe)
-    state, plan = agree(gather, lambda: _plan(states, path, policy, gather.size))
-    stored = {leaf.key for leaf in state.leaves}
-    buffers = tuple(b for leaf in states[gather.rank].arrays if leaf.key in stored for b in kept[leaf.key])
-    mine = restrict(plan, gather.rank) if gather.size > 1 else plan
-    nodes = [node_name(array.spec.key) for array in plan.arrays] if gather.rank == 0 else []
+    planner = Planner(path, policy, gather)
+    agreed, held = planner.agree(lambda: capture(tree, gather, policy, overwrite, attributes))
+    nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
-    return Prepared(gather, policy, state, plan, mine, buffers, site, claim, started)
-
-
-def _plan(
-    states: Sequence[LocalState], path: str | Path, policy: SavePolicy, size: int
-) -> tuple[GlobalState, SavePlan]:
-    """Merge and plan; every rank does it for itself and comes to the same answer."""
-    state, problems = merge_states(states, policy.replicated)
-    store = open_store(path)
-    if size > 1 and not store.capabilities.shared:
-        raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
-    try:
-        plan = plan_save(state.world, policy.layout, policy.replicas, store.capabilities.shared_chunks)
-    except CheckpointError as error:
-        raise_problems([*problems, error])
-        raise
-    raise_problems([*problems, *_name_collisions(plan)])
-    return state, plan
+    return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
 
 
 def _begin(
@@ -138,10 +112,11 @@ def _begin(
 
 def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
     """Copy what this rank will write, so that the caller's memory is free to change; `background` takes over."""
+    mine = prepared.mine
 
     def copy() -> tuple[Buffer, ...]:
-        tracker.enter("stage", _nbytes(prepared.mine))
-        wanted = {w.shard for w in prepared.mine.writes}
+        tracker.enter("stage", mine.written_nbytes(prepared.gather.rank))
+        wanted = set(mine.pieces.shard[mine.pieces.source == prepared.gather.rank].tolist())
         return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
 
     with _abandoning(prepared):
@@ -163,23 +138,25 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
     budget = prepared.policy.budget_nbytes
 
+    exchange = gather if isinstance(gather, Exchange) else None
+
     def write_mine() -> Receipt:
-        tracker.enter("write", _nbytes(mine))
-        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add)
+        tracker.enter("write", mine.written_nbytes(gather.rank))
+        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
         store.flush()
         return receipt
 
-    def digest_mine() -> tuple[ChunkDigest, ...]:
+    def digest_mine() -> Receipt:
         tracker.enter("digest")
         return digest_shared(mine, store, budget)
 
     with _abandoning(prepared):
         receipts = together(gather, write_mine)
-        digests = [d for receipt in receipts for d in receipt.digests]
-        if prepared.plan.digests:
-            digests += [d for found in together(gather, digest_mine) for d in found]
-        chunks = [(d.key, d.position, d.digest) for d in digests]
-        manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.plan, chunks))
+        digested = receipts
+        if any(array.layout.rung == "shared" for array in prepared.arrays):
+            digested = receipts + together(gather, digest_mine)
+        chunks = _all_chunks(prepared.arrays, digested)
+        manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.arrays, chunks))
         _publish(prepared, store, manifest, receipts, tracker)
     if prepared.claim is not None:
         prepared.claim.release()
@@ -231,9 +208,14 @@ def _abandoning(prepared: Prepared) -> Iterator[None]:
         raise
 
 
-def _nbytes(plan: SavePlan) -> int:
-    itemsizes = {array.spec.key: array.spec.itemsize for array in plan.arrays}
-    return sum(w.box.size * itemsizes[w.key] for w in plan.writes)
+def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> ChunkRows:
+    """Return the digests of all ranks, with their arrays as the plan numbers them."""
+    numbers = {array.spec.key: number for number, array in enumerate(arrays)}
+    renumbered = [
+        attrs.evolve(r.chunks, array=np.array([numbers[key] for key in r.keys], np.int64)[r.chunks.array])
+        for r in receipts
+    ]
+    return ChunkRows.joined(renumbered)
 
 
 def _check_presence(store: Store, manifest: Manifest) -> None:
@@ -245,31 +227,23 @@ def _check_presence(store: Store, manifest: Manifest) -> None:
     )
 
 
-def _name_collisions(plan: SavePlan) -> list[ProblemError]:
-    first: dict[str, str] = {}
-    problems: list[ProblemError] = []
-    for array in plan.arrays:
-        name = node_name(array.spec.key).casefold()
-        other = first.setdefault(name, array.spec.key)
-        if other != array.spec.key:
-            problems.append(
-                DuplicateKeyError("two keys have one node name", array.spec.key, expected=other, found=name)
-            )
-    return problems
-
-
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
     names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
-    keys: list[dict[str, None]] = [{} for _ in receipts]
-    for w in prepared.plan.writes:
-        keys[w.rank][w.key] = None
     return {
         "save_id": prepared.site.save_id,
         "started": prepared.started,
         "finished": time.time(),
         "python": platform.python_version(),
         "versions": {name: found for name in names if (found := _version(name)) is not None},
-        "ranks": [{"nbytes": r.nbytes, "arrays": list(k)} for r, k in zip(receipts, keys, strict=True)],
+        "ranks": [
+            {
+                "nbytes": r.nbytes,
+                "messages": r.traffic.messages,
+                "moved_nbytes": r.traffic.nbytes,
+                "arrays": [r.keys[number] for number in np.unique(r.chunks.array).tolist()],
+            }
+            for r in receipts
+        ],
     }
 
 
@@ -283,6 +257,6 @@ def _version(name: str) -> str | None:
 def _sync_mode(durability: str, mine: SavePlan) -> str:
     if durability != "auto":
         return durability
-    grids = {array.spec.key: array.grid for array in mine.arrays}
-    files = len(mine.headers) + sum(grids[w.key].count_touched(w.box) for w in mine.writes)
+    grids = [array.grid for array in mine.arrays]
+    files = len(mine.header_rows) + sum(grids[number].size for number in np.unique(mine.pieces.array).tolist())
     return "syncfs" if files > _MANY_FILES else "fsync"

@@ -92,10 +92,10 @@ def test_l3_pieces_of_a_chunk_are_contiguous(chunk, target):
     assert all(split[axis] == 1 for axis in range(cut[-1] if cut else 0))
 
 
-@given(written_arrays(), fst.layout_policies())
-def test_l3_chosen_layouts_obey_their_policy(case, policy):
+@given(written_arrays(), fst.layout_policies(), st.booleans())
+def test_l3_chosen_layouts_obey_their_policy(case, policy, owned_ok):
     array, boxes = case
-    layout = choose_layout(array, boxes, policy)
+    layout = choose_layout(array, boxes, policy, owned_ok=owned_ok)
     event(f"rung: {layout.rung}")
     laws.check_layout(array, boxes, policy, layout)
     assert layout.codecs == policy.codecs_of(array.key)
@@ -104,17 +104,17 @@ def test_l3_chosen_layouts_obey_their_policy(case, policy):
     assert plain is not None or layout.stored == array.dtype
 
 
-@given(written_arrays(), fst.layout_policies())
-def test_l4_chunks_are_shared_only_when_allowed_and_needed(case, policy):
+@given(written_arrays(), fst.layout_policies(), st.booleans(), st.booleans())
+def test_l4_chunks_have_several_writers_only_when_allowed_and_needed(case, policy, shared_ok, owned_ok):
     array, boxes = case
     chunk, faced = exclusive_chunk(array.shape, boxes)
     small = any(faced) and prod(chunk) * array.itemsize < policy.min_chunk_nbytes
-    assert choose_layout(array, boxes, policy).rung == ("shared" if small else "exclusive")
-    if small:
+    if small and not (shared_ok or owned_ok):
         with pytest.raises(LayoutError, match="'w'"):
-            choose_layout(array, boxes, policy, shared_ok=False)
-    else:
-        assert choose_layout(array, boxes, policy, shared_ok=False).rung == "exclusive"
+            choose_layout(array, boxes, policy, shared_ok, owned_ok)
+        return
+    rung = "exclusive" if not small else "owned" if owned_ok else "shared"
+    assert choose_layout(array, boxes, policy, shared_ok, owned_ok).rung == rung
 
 
 @given(written_arrays(), fst.layout_policies(), st.randoms(use_true_random=False))
@@ -126,11 +126,11 @@ def test_l5_only_the_set_of_boxes_decides(case, policy, random):
     assert choose_layout(array, shuffled, policy) == choose_layout(array, boxes, policy)
 
 
-@pytest.mark.parametrize("rung", ["exclusive", "shared"])
+@pytest.mark.parametrize("rung", ["exclusive", "owned", "shared"])
 def test_the_strategies_reach_every_rung(rung):
-    cases = st.tuples(written_arrays(), fst.layout_policies())
+    cases = st.tuples(written_arrays(), fst.layout_policies(), st.just(True), st.booleans())
     quick = settings(max_examples=5000, phases=[Phase.generate], database=None)
-    find(cases, lambda case: choose_layout(*case[0], case[1]).rung == rung, settings=quick)
+    find(cases, lambda case: choose_layout(*case[0], *case[1:]).rung == rung, settings=quick)
 
 
 @st.composite
@@ -157,11 +157,12 @@ def test_touched_chunks_are_those_with_a_common_cell(grid, data):
 
 
 @given(fst.layout_policies(), st.text("ab.", max_size=4))
+@example(LayoutPolicy(codecs={".": (), "a": "crc32c"}), "a")
 def test_the_longest_matching_prefix_names_the_codecs(policy, key):
     stems = {prefix: prefix.rstrip(".") for prefix, _ in policy.codecs}
     fitting = [prefix for prefix, stem in stems.items() if not stem or f"{key}.".startswith(f"{stem}.")]
-    longest = max(fitting, key=len, default=None)
-    candidates = [names for prefix, names in policy.codecs if prefix == longest] or [()]
+    longest = max((stems[prefix] for prefix in fitting), key=len, default=None)
+    candidates = [names for prefix, names in policy.codecs if prefix.rstrip(".") == longest] or [()]
     assert policy.codecs_of(key) in candidates
 
 

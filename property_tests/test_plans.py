@@ -10,26 +10,33 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from functional_ckpt import errors
-from functional_ckpt.errors import CheckpointError, CheckpointErrors, LayoutError
-from functional_ckpt.plan.layout import Layout
+from functional_ckpt.errors import CheckpointError, CheckpointErrors, LayoutError, PolicyError
+from functional_ckpt.plan.layout import Layout, LayoutPolicy
 from functional_ckpt.plan.load import plan_load
+from functional_ckpt.plan.local import plan_local_save
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.save import plan_local_save, plan_save, restrict
+from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, can_cast
+from functional_ckpt.spec.columns import Columns
+from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.placement import Replicate, from_placements
 from functional_ckpt.spec.sharding import ShardSpec, World
 from functional_ckpt.testing import laws
 from functional_ckpt.testing import strategies as fst
 
 RULES = st.sampled_from(["declared", "elect"])
+ALL = Sharding(Mesh.line(2), [Replicate()])
+#: Every second policy finds all shards too small for chunks of their own.
+POLICIES = fst.layout_policies() | fst.layout_policies().map(lambda p: attrs.evolve(p, min_chunk_nbytes=2**20))
 
 
-@given(fst.worlds(), fst.layout_policies(), RULES)
-def test_plans_write_every_cell_once(world, policy, rule):
-    plan = plan_save(world, policy, rule)
+@given(fst.worlds(), fst.layout_policies(), RULES, st.booleans())
+def test_plans_write_every_cell_once(world, policy, rule, owned_ok):
+    plan = plan_save(world, policy, rule, owned_ok=owned_ok)
     for array in plan.arrays:
         event(f"rung: {array.layout.rung}")
     laws.check_plan(plan, world)
@@ -66,12 +73,13 @@ def named_writes(world, policy, rule):
     """Return the plan with shards instead of their positions."""
     plan = plan_save(world, policy, rule)
     writes = [(w.key, w.box, w.rank, w.run, world.ranks[w.rank][w.shard]) for w in plan.writes]
-    return plan.arrays, writes, plan.headers, plan.digests
+    moves = [(attrs.evolve(m, shard=None), world.ranks[m.source][m.shard]) for m in plan.moves]
+    return plan.arrays, writes, moves, plan.headers, plan.digests
 
 
-@given(fst.worlds(), fst.layout_policies(), RULES)
-def test_p3_restrictions_partition_the_plan(world, policy, rule):
-    plan = plan_save(world, policy, rule)
+@given(fst.worlds(), fst.layout_policies(), RULES, st.booleans())
+def test_p3_restrictions_partition_the_plan(world, policy, rule, owned_ok):
+    plan = plan_save(world, policy, rule, owned_ok=owned_ok)
     parts = [restrict(plan, rank) for rank in range(world.size)]
     for field in ("writes", "headers", "digests"):
         together = [item for part in parts for item in getattr(part, field)]
@@ -79,22 +87,65 @@ def test_p3_restrictions_partition_the_plan(world, policy, rule):
         assert len(together) == len({*together})
     for rank, part in enumerate(parts):
         assert {item.rank for item in (*part.writes, *part.headers, *part.digests)} <= {rank}
-        needed = {item.key for item in (*part.writes, *part.headers, *part.digests)}
+        assert all(rank in (move.source, move.target) for move in part.moves)
+        assert all((move.shard is None) == (move.source != rank) for move in part.moves)
+        needed = {item.key for item in (*part.writes, *part.moves, *part.headers, *part.digests)}
         assert {array.spec.key for array in part.arrays} == needed
+    leaving = [move for rank, part in enumerate(parts) for move in part.moves if move.source == rank]
+    assert sorted(leaving) == sorted(plan.moves)
+    coming = {(m.key, m.box, rank) for rank, part in enumerate(parts) for m in part.moves if m.target == rank}
+    assert coming == {(m.key, m.box, m.target) for m in plan.moves}
 
 
 @given(fst.regular_worlds(), fst.layout_policies(), st.booleans())
-def test_p4_planning_alone_is_planning_together(world, policy, shared_ok):
+def test_p4_planning_a_grid_alone_is_planning_together(world, policy, shared_ok):
+    rules = (policy, "declared", shared_ok, False)
     try:
-        plan = plan_save(world, policy, "declared", shared_ok)
+        plan = plan_save(world, *rules)
     except (LayoutError, CheckpointErrors):
         event("no layout")
-        alone = [errors_of(lambda s=s: plan_local_save(0, s, policy, shared_ok)) for s in world.ranks]
+        alone = [errors_of(lambda s=s: plan_local_save(0, s, *rules)) for s in world.ranks]
         assert any(alone)
         return
     event(f"rungs: {sorted({a.layout.rung for a in plan.arrays})}")
     for rank, shards in enumerate(world.ranks):
-        assert plan_local_save(rank, shards, policy, shared_ok) == restrict(plan, rank)
+        assert plan_local_save(rank, shards, *rules) == restrict(plan, rank)
+
+
+@given(fst.regular_worlds(), fst.layout_policies())
+def test_p4_a_grid_too_fine_for_chunks_of_its_own_asks_for_gathering(world, policy):
+    plan = plan_save(world, policy, "declared")
+    owned = {array.spec.key for array in plan.arrays if array.layout.rung == "owned"}
+    for rank, shards in enumerate(world.ranks):
+        found = errors_of(lambda r=rank, s=shards: plan_local_save(r, s, policy, "declared"))
+        assert {problem.key for problem in found} == {shard.key for shard in shards} & owned
+        if not found:
+            assert plan_local_save(rank, shards, policy, "declared") == restrict(plan, rank)
+
+
+@given(fst.placed_arrays(), POLICIES, RULES, st.booleans(), st.sampled_from([2**30, 3 * 256]))
+@example([PlacedArray(ArraySpec("a" * n, (0,) * n, "int8"), ALL) for n in (1, 2)], LayoutPolicy(), "elect", True, 2**30)
+def test_p4_planning_on_a_mesh_alone_is_planning_together(placed, policy, rule, owned_ok, budget):
+    ranks = max((max(item.sharding.mesh.ranks) for item in placed), default=0) + 1
+    world = World([[shard for item in placed for shard in shards_of(item, rank)] for rank in range(ranks)])
+    rules = (policy, rule, True, owned_ok, budget)
+    try:
+        plan = plan_save(world, *rules)
+    except PolicyError:
+        event("budget too small")
+        assert all(isinstance(e, PolicyError) for e in errors_of(lambda: plan_local_save(0, placed, *rules)))
+        return
+    waves = plan.pieces.wave.max(initial=0) + 1
+    event(f"rungs: {sorted({a.layout.rung for a in plan.arrays})}, waves: {min(3, waves)}")
+    laws.check_plan(plan, world)
+    for rank in range(ranks):
+        assert plan_local_save(rank, placed, *rules) == restrict(plan, rank)
+
+
+def shards_of(item, rank):
+    mesh = item.sharding.mesh
+    parts = from_placements(item.array, mesh.shape, mesh.coordinate(rank), item.sharding.placements)
+    return [part.shard for part in parts]
 
 
 def errors_of(call):
@@ -181,7 +232,9 @@ def is_frozen(kind):
 
 def check_value(value):
     """Check that a value is immutable all the way down."""
-    if attrs.has(type(value)):
+    if isinstance(value, Columns):
+        assert not any(getattr(value, field.name).flags.writeable for field in attrs.fields(type(value)))
+    elif attrs.has(type(value)):
         assert is_frozen(type(value))
         for field in attrs.fields(type(value)):
             check_value(getattr(value, field.name))
@@ -216,11 +269,11 @@ def joined(worlds):
     return World([[s for w in worlds if r < w.size for s in w.ranks[r]] for r in range(ranks)])
 
 
-@given(reshards(), fst.layout_policies())
-def test_resharding_is_the_identity(case, policy):
+@given(reshards(), fst.layout_policies(), st.booleans())
+def test_resharding_is_the_identity(case, policy, owned_ok):
     """W1 and W2 for the pure layers alone: no store, only numpy."""
     source, target, arrays = case
-    laws.check_reshard(source, target, arrays, policy)
+    laws.check_reshard(source, target, arrays, policy, owned_ok)
 
 
 @given(fst.array_specs("w", fst.shapes(min_side=1)), fst.layout_policies())
@@ -229,4 +282,4 @@ def test_a_law_that_cannot_fail_would_be_no_law(array, policy):
     world = World([[ShardSpec(array, array.box)]])
     plan = plan_save(world, policy)
     with pytest.raises(AssertionError, match="are written 0 times"):
-        laws.check_plan(attrs.evolve(plan, writes=()), world)
+        laws.check_plan(attrs.evolve(plan, pieces=plan.pieces.take([])), world)

@@ -5,7 +5,6 @@ import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
-import attrs
 import numpy as np
 import pytest
 import tensorstore
@@ -14,55 +13,20 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import functional_ckpt
-import functional_ckpt.leaves
 import functional_ckpt.zarr_dtypes
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.leaves import HeldArray, NumpyLeaves, Target
+from functional_ckpt.leaves import LocalShards
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World
 from functional_ckpt.spec.tree import map_leaves
-from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.testing import model
 from functional_ckpt.testing import strategies as fst
 from functional_ckpt.testing.simulate import run_ranks
 
 FAST = SavePolicy(durability="none")
-
-
-@attrs.frozen(eq=False)
-class Held:
-    """What a rank holds of one array: shards and their buffers."""
-
-    shards: tuple
-    buffers: tuple
-
-
-class ShardLeaves(NumpyLeaves):
-    """Lets `save` and `load` take `Held` leaves: shards of every kind without torch and its processes."""
-
-    def accepts(self, leaf):
-        return isinstance(leaf, Held) or super().accepts(leaf)
-
-    def hold(self, key, leaf, rank):
-        if not isinstance(leaf, Held):
-            return super().hold(key, leaf, rank)
-        parts = tuple((s, HostBuffer(b)) for s, b in zip(leaf.shards, leaf.buffers, strict=True))
-        return HeldArray(leaf.shards[0].array, parts, False, id(leaf))
-
-    def target(self, key, leaf, rank, device):
-        if not isinstance(leaf, Held):
-            return super().target(key, leaf, rank, device)
-        return Target(self.hold(key, leaf, rank), lambda: leaf)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def shard_leaves():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional_ckpt.leaves, "_NUMPY", ShardLeaves())
-        yield
 
 
 @contextlib.contextmanager
@@ -74,10 +38,15 @@ def directory():
 def trees(world, buffers):
     """Return the state of each rank: key -> what it holds under the key."""
     found = [{} for _ in world.ranks]
+    # The data of a flat shard has one axis.
+    held = [
+        [data.reshape(-1) if shard.flat else data for shard, data in zip(shards, parts, strict=True)]
+        for shards, parts in zip(world.ranks, buffers, strict=True)
+    ]
     for rank, shards in enumerate(world.ranks):
         for key in sorted({shard.key for shard in shards}):
             at = [i for i, shard in enumerate(shards) if shard.key == key]
-            found[rank][key] = Held(tuple(shards[i] for i in at), tuple(buffers[rank][i] for i in at))
+            found[rank][key] = LocalShards([shards[i] for i in at], [held[rank][i] for i in at])
     return found
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from functional_ckpt.errors import DuplicateKeyError, ReplicaError
 from functional_ckpt.plan.manifest import ValueEntry, canonical
 from functional_ckpt.plan.state import ArrayLeaf, LocalState, merge_states
+from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.tree import flatten, key_of, unflatten
 from functional_ckpt.store.values import decode_text, encode_value
 from functional_ckpt.testing import strategies as fst
@@ -48,6 +49,11 @@ def local_state(tree):
     return LocalState(values=tuple(value_entry(path, leaf) for path, leaf in flatten(tree)))
 
 
+def merge_all(states, *rule):
+    """Merge states of ranks 0, 1, ..."""
+    return merge_states(list(enumerate(states)), *rule)
+
+
 def value_entry(path, leaf):
     return ValueEntry(key_of(path), canonical(encode_value(leaf)), path)
 
@@ -66,7 +72,7 @@ def held(trees):
 def test_what_ranks_hold_of_a_tree_makes_the_tree(case):
     """A rank that holds nothing of a dict has an empty one there, which says nothing about the others'."""
     _, parts = case
-    merged, problems = merge_states([local_state(part) for part in parts])
+    merged, problems = merge_all(map(local_state, parts))
     assert problems == ()
     values = [(value.path, decode_text(value.key, value.text)) for value in merged.values]
     assert unflatten(values) == held(parts)
@@ -77,7 +83,7 @@ def test_the_order_of_ranks_does_not_matter(case, data):
     _, parts = case
     states = [local_state(part) for part in parts]
     shuffled = data.draw(st.permutations(states))
-    assert merge_states(states)[0].values == merge_states(shuffled)[0].values
+    assert merge_all(states)[0].values == merge_all(shuffled)[0].values
 
 
 @given(dealt(), st.data())
@@ -87,32 +93,36 @@ def test_values_that_differ_are_refused_unless_trusted(case, data):
     at = data.draw(st.integers(0, len(whole.values) - 1))
     other = attrs.evolve(whole.values[at], text='"other"')
     changed = attrs.evolve(whole, values=(*whole.values[:at], other, *whole.values[at + 1 :]))
-    _, problems = merge_states([whole, whole, changed])
+    _, problems = merge_all([whole, whole, changed])
     assert [(type(p), p.key, p.rank) for p in problems] == [(ReplicaError, other.key, (0, 2))]
-    merged, problems = merge_states([whole, changed], "trust")
+    merged, problems = merge_all([whole, changed], "trust")
     assert problems == ()
-    assert merged.values == merge_states([whole])[0].values
+    assert merged.values == merge_all([whole])[0].values
 
 
 @given(st.dictionaries(fst.text_keys(), DICTS, min_size=1).map(lambda tree: {"a": tree}))
 def test_a_leaf_of_one_rank_that_is_a_dict_of_another_is_refused(tree):
     for ranks in ([tree, {"a": 3}], [{"a": 3}, tree]):
-        _, problems = merge_states([local_state(state) for state in ranks])
+        _, problems = merge_all(map(local_state, ranks))
         assert [(type(p)) for p in problems] == [DuplicateKeyError]
+
+
+def spec(key):
+    return ArraySpec(key, (2,), "int8")
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=2, unique=True), st.integers(1, 3))
 def test_keys_tied_on_every_rank_are_stored_once(keys, ranks):
     first, *others = sorted(keys)
-    leaves = [ArrayLeaf(first, (first,)), *(ArrayLeaf(key, (key,), None, first) for key in others)]
+    leaves = [ArrayLeaf(spec(first), (first,)), *(ArrayLeaf(spec(key), (key,), None, first) for key in others)]
     tied = LocalState(arrays=tuple(leaves))
-    merged, problems = merge_states([tied] * ranks)
+    merged, problems = merge_all([tied] * ranks)
     assert problems == ()
     assert [leaf.key for leaf in merged.leaves] == [first]
     assert [(alias.key, alias.target) for alias in merged.aliases] == [(key, first) for key in others]
     # A tie that one rank does not have is no tie.
     loose = LocalState(arrays=tuple(attrs.evolve(leaf, tied_to=None) for leaf in leaves))
-    merged, _ = merge_states([tied] * ranks + [loose])
+    merged, _ = merge_all([tied] * ranks + [loose])
     assert [leaf.key for leaf in merged.leaves] == sorted(keys)
     assert merged.aliases == ()
 

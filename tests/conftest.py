@@ -1,18 +1,16 @@
 """What the tests share: equality of states, the problems of a failed call, arrays in pieces. Does not import torch."""
 
 from collections import OrderedDict
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
-import functional_ckpt.leaves
-from functional_ckpt import Box, SavePolicy
+from functional_ckpt import LocalShards, SavePolicy
 from functional_ckpt.errors import CheckpointError, CheckpointErrors
-from functional_ckpt.leaves import HeldArray, NumpyLeaves
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import dtype_name
 
 FAST = SavePolicy(durability="none")
@@ -92,32 +90,39 @@ def tree_bytes():
     return read
 
 
-@attrs.frozen(eq=False)
-class Piece:
-    """What a rank holds of an array in pieces: `array` is the global one, of which it saves `box`."""
+@attrs.frozen
+class GatherOnly:
+    """A group whose ranks cannot exchange data: pieces of a chunk then go to storage one by one."""
 
-    array: np.ndarray
-    box: Box
-    replica_id: int = 0
+    gather: Any
 
+    @property
+    def rank(self):
+        return self.gather.rank
 
-class _PieceLeaves(NumpyLeaves):
-    def accepts(self, leaf):
-        return isinstance(leaf, Piece) or super().accepts(leaf)
+    @property
+    def size(self):
+        return self.gather.size
 
-    def hold(self, key, leaf, rank):
-        if not isinstance(leaf, Piece):
-            return super().hold(key, leaf, rank)
-        spec = ArraySpec(key, leaf.array.shape, dtype_name(leaf.array.dtype, key))
-        shard = ShardSpec(spec, leaf.box, leaf.replica_id)
-        return HeldArray(spec, ((shard, HostBuffer(leaf.array[leaf.box.slices])),), False, id(leaf))
+    def all_gather(self, value):
+        return self.gather.all_gather(value)
 
 
-@pytest.fixture
-def piece(monkeypatch):
-    """The class `Piece`, which `save` accepts as a leaf during the test: shards without torch and its processes."""
-    monkeypatch.setattr(functional_ckpt.leaves, "_NUMPY", _PieceLeaves())
-    return Piece
+@pytest.fixture(scope="session")
+def gather_only():
+    """Wrap a group so that it only gathers."""
+    return GatherOnly
+
+
+@pytest.fixture(scope="session")
+def piece():
+    """Return a leaf that holds `box` of a global array: shards without torch and its processes."""
+
+    def make(array, box, replica_id=0):
+        spec = ArraySpec("", array.shape, dtype_name(array.dtype, ""))
+        return LocalShards(ShardSpec(spec, box, replica_id), array[box.slices])
+
+    return make
 
 
 @pytest.fixture(scope="session")

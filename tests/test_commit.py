@@ -233,7 +233,7 @@ def test_provenance_stays_out_of_the_digest(tmp_path, fast):
     path = tmp_path / "a/provenance.json"
     provenance = json.loads(path.read_bytes())
     assert begun - 1 <= provenance["started"] <= provenance["finished"] <= time.time() + 1
-    assert provenance["ranks"] == [{"arrays": ["w"], "nbytes": 40}]
+    assert provenance["ranks"] == [{"arrays": ["w"], "nbytes": 40, "messages": 0, "moved_nbytes": 0}]
     path.write_text("{}")
     assert verify(tmp_path / "a").ok
     os.unlink(path)

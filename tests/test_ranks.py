@@ -30,6 +30,8 @@ POLICIES = {
     "exclusive": LayoutPolicy(min_chunk_nbytes=0),
     "shared": LayoutPolicy(shared_chunk_nbytes=64),
     "shared zstd": LayoutPolicy(shared_chunk_nbytes=64, codecs=(("", ("zstd",)),)),
+    "owned": LayoutPolicy(target_chunk_nbytes=64),
+    "owned zstd": LayoutPolicy(target_chunk_nbytes=64, codecs=(("", ("zstd",)),)),
     "one chunk": LayoutPolicy(),
 }
 
@@ -37,14 +39,17 @@ POLICIES = {
 @pytest.mark.parametrize("layout", POLICIES)
 @pytest.mark.parametrize("commit", ["rename", "marker"])
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (4, 3), (5, 2)])
-def test_rows_to_columns(layout, commit, before, after, tmp_path, piece):
+def test_rows_to_columns(layout, commit, before, after, tmp_path, piece, gather_only):
     policy = SavePolicy(layout=POLICIES[layout], commit=commit, durability="none", replicas="declared")
 
     def saving(gather):
         state = {"w": piece(GRID, rows(before, gather.rank)), "step": 7}
-        return save(state, tmp_path / "a", policy=policy, process_group=gather)
+        group = gather_only(gather) if "shared" in layout else gather
+        return save(state, tmp_path / "a", policy=policy, process_group=group)
 
     manifests = run_ranks(before, saving)
+    rung = "exclusive" if before == 1 else layout.replace("one chunk", "owned").split()[0]
+    assert {entry.layout.rung for entry in manifests[0].arrays} == {rung}
     assert all(m == manifests[0] for m in manifests)
     assert functional_ckpt.verify(tmp_path / "a").ok
 

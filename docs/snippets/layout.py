@@ -14,7 +14,7 @@ def rows(ranks):
 
 print(choose_layout(w, rows(1), policy).chunk)  # no faces: 2 chunks of 32 MiB
 print(choose_layout(w, rows(4), policy).chunk)  # 4 ranks: a chunk of 16 MiB each
-print(choose_layout(w, rows(64), policy).rung)  # 64 ranks: 1 MiB each is too small
+print(choose_layout(w, rows(64), policy).rung)  # 64 ranks: 1 MiB each is too small, pieces move
 # --8<-- [end:ladder]
 
 # --8<-- [start:codecs]

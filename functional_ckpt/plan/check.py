@@ -10,33 +10,33 @@ from functional_ckpt.errors import (
     ProblemError,
     ShapeError,
 )
-from functional_ckpt.plan.replica import Holder
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.table import Conflict
 from functional_ckpt.spec.tiling import check_tiling
 
-__all__ = ["check_agreement", "check_cover", "check_unique_keys"]
+__all__ = ["check_conflicts", "check_cover", "check_unique_keys"]
 
 
-def check_agreement(holders: Sequence[Holder]) -> list[ProblemError]:
-    """Return a problem if two ranks describe one array differently; names both ranks.
+def check_conflicts(conflicts: Iterable[Conflict]) -> list[ProblemError]:
+    """Return a problem for each array that two ranks describe differently; names both ranks.
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import ShardSpec
     >>> a, b = ArraySpec("w", (2,), "int8"), ArraySpec("w", (3,), "int8")
-    >>> print(check_agreement([(0, 0, ShardSpec(a, a.box)), (3, 0, ShardSpec(b, b.box))])[0])
+    >>> print(check_conflicts([Conflict(0, a, 3, b)])[0])
     ranks disagree about the shape of an array: key 'w', rank (0, 3), expected (2,), found (3,)
     """
-    rank, _, first = holders[0]
-    for other_rank, _, other in holders[1:]:
-        if other.array.shape != first.array.shape:
-            return [ShapeError("ranks disagree about the shape of an array", first.key, (rank, other_rank),
-                               None, None, first.array.shape, other.array.shape)]  # fmt: skip
-        if other.array.dtype != first.array.dtype:
-            return [DTypeError("ranks disagree about the data type of an array", first.key, (rank, other_rank),
-                               first.array.shape, None, first.array.dtype, other.array.dtype)]  # fmt: skip
-    return []
+    problems: list[ProblemError] = []
+    for conflict in conflicts:
+        first, other, ranks = conflict.spec, conflict.other, (conflict.rank, conflict.other_rank)
+        if other.shape != first.shape:
+            problems.append(ShapeError("ranks disagree about the shape of an array", first.key, ranks,
+                                       None, None, first.shape, other.shape))  # fmt: skip
+        else:
+            problems.append(DTypeError("ranks disagree about the data type of an array", first.key, ranks,
+                                       first.shape, None, first.dtype, other.dtype))  # fmt: skip
+    return problems
 
 
 def check_cover(array: ArraySpec, writes: Sequence[tuple[int, Box]]) -> list[ProblemError]:

@@ -3,8 +3,10 @@
 1. *exclusive*: per axis, the greatest common divisor of the interior faces of all boxes gives the largest
    grid in which no chunk has two writers; it is then split toward the target size. Taken when its chunks
    reach the minimum size, or when one box is the whole array.
-2. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken only on a
-   store that can do that.
+2. *owned*: chunks of a size that suits storage; one rank writes each, the others send it their pieces. Taken
+   where ranks can exchange data.
+3. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken where they cannot,
+   on a store that can do that.
 
 Only the boxes, the data type and the policy decide: neither ranks nor their order.
 """
@@ -22,7 +24,17 @@ from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["ChunkGrid", "Layout", "LayoutPolicy", "check_codecs", "choose_layout", "exclusive_chunk", "subdivide"]
+__all__ = [
+    "ArrayPlan",
+    "ChunkGrid",
+    "Layout",
+    "LayoutPolicy",
+    "check_codecs",
+    "choose_layout",
+    "exclusive_chunk",
+    "layout_of_faces",
+    "subdivide",
+]
 
 MIB = 2**20
 #: More is nobody's wish, and a long chain makes TensorStore recurse.
@@ -101,7 +113,7 @@ class LayoutPolicy:
 
     def codecs_of(self, key: str) -> tuple[str, ...]:
         """Return the codecs for `key`: those of its longest matching prefix."""
-        found = [(len(prefix), names) for prefix, names in self.codecs if has_prefix(key, prefix)]
+        found = [(len(prefix.rstrip(".")), names) for prefix, names in self.codecs if has_prefix(key, prefix)]
         return max(found, default=(0, ()))[1]
 
 
@@ -204,15 +216,41 @@ class Layout:
     stored: str
 
 
-def choose_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, shared_ok: bool = True) -> Layout:
+@attrs.frozen
+class ArrayPlan:
+    """One array of the checkpoint and its layout.
+
+    Examples
+    --------
+    >>> ArrayPlan(ArraySpec("w", (5,), "float32"), Layout("exclusive", (4,), (), "float32")).chunk_nbytes
+    16
+    """
+
+    spec: ArraySpec
+    layout: Layout
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid."""
+        return ChunkGrid(self.spec.shape, self.layout.chunk)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one chunk in memory."""
+        return prod(self.layout.chunk) * self.spec.itemsize
+
+
+def choose_layout(
+    array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
+) -> Layout:
     """Return the layout of `array` when `boxes` (fragments of its writers, in any order) are written.
 
-    `shared_ok` says that the store updates part of a chunk atomically.
+    `owned_ok` says that ranks can exchange data, `shared_ok` that the store updates part of a chunk atomically.
 
     Raises
     ------
     LayoutError
-        If only shared chunks would reach the minimum size and the store cannot share chunks.
+        If only chunks of several writers would reach the minimum size, and there is no way to write them.
 
     Examples
     --------
@@ -220,20 +258,38 @@ def choose_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, 
     >>> choose_layout(w, [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))], LayoutPolicy(min_chunk_nbytes=0)).chunk
     (4, 4)
     """
+    return layout_of_faces(array, _common_faces(array.shape, boxes), policy, shared_ok, owned_ok)
+
+
+def layout_of_faces(
+    array: ArraySpec, faces: Sequence[int], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
+) -> Layout:
+    """Return the layout where `faces` is, per axis, the common divisor of all interior faces of boxes; 0 for none.
+
+    Examples
+    --------
+    >>> w = ArraySpec("w", (8, 4), "float32")
+    >>> layout_of_faces(w, (1, 0), LayoutPolicy()).rung, layout_of_faces(w, (0, 0), LayoutPolicy()).rung
+    ('owned', 'exclusive')
+    """
     stored = BITS.get(array.dtype, array.dtype) if policy.extended_dtypes == "bits" else array.dtype
-    chunk, faced = exclusive_chunk(array.shape, boxes)
+    whole = _positive(array.shape)
+    chunk = tuple(face or n for face, n in zip(faces, whole, strict=True))
     codecs = policy.codecs_of(array.key)
-    if not any(faced) or prod(chunk) * array.itemsize >= policy.min_chunk_nbytes:
+    if not any(faces) or prod(chunk) * array.itemsize >= policy.min_chunk_nbytes:
+        faced = tuple(face > 0 for face in faces)
         split = subdivide(chunk, faced, array.itemsize, policy.target_chunk_nbytes, policy.min_chunk_nbytes)
         return Layout("exclusive", split, codecs, stored)
+    free = (False,) * len(whole)
+    if owned_ok:
+        return Layout("owned", subdivide(whole, free, array.itemsize, policy.target_chunk_nbytes, 0), codecs, stored)
     if not shared_ok:
         raise LayoutError(
             "shards are too small for chunks of their own, and this store cannot share chunks", array.key, None,
             array.shape, None, f"chunks of at least {policy.min_chunk_nbytes} bytes",
-            f"{prod(chunk) * array.itemsize} bytes for {chunk}", "Pass LayoutPolicy(min_chunk_nbytes=0)",
+            f"{prod(chunk) * array.itemsize} bytes for {chunk}",
+            "Pass a process group that can exchange data, or LayoutPolicy(min_chunk_nbytes=0)",
         )  # fmt: skip
-    whole = _positive(array.shape)
-    free = (False,) * len(whole)
     return Layout("shared", subdivide(whole, free, array.itemsize, policy.shared_chunk_nbytes, 0), codecs, stored)
 
 
@@ -245,14 +301,19 @@ def exclusive_chunk(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[i
     >>> exclusive_chunk((12, 5), [Box((0, 0), (4, 5)), Box((4, 0), (10, 5)), Box((10, 0), (12, 5))])
     ((2, 5), (True, False))
     """
+    common = _common_faces(shape, boxes)
+    chunk = tuple(g or max(n, 1) for g, n in zip(common, shape, strict=True))
+    return chunk, tuple(g > 0 for g in common)
+
+
+def _common_faces(shape: Sequence[int], boxes: Iterable[Box]) -> list[int]:
     common = [0] * len(shape)
     for box in boxes:
         if box.size == 0:
             continue
         for axis, (lo, hi, n) in enumerate(zip(box.start, box.stop, shape, strict=True)):
             common[axis] = gcd(common[axis], lo, hi if hi < n else 0)
-    chunk = tuple(g or max(n, 1) for g, n in zip(common, shape, strict=True))
-    return chunk, tuple(g > 0 for g in common)
+    return common
 
 
 def subdivide(

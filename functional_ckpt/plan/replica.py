@@ -1,75 +1,81 @@
-"""Which of several copies of a shard is written: total, deterministic rules that never iterate a set.
+"""Which of several copies of a shard is written: total, deterministic rules, decided for all arrays at once.
 
 `declared`: exactly one copy has an all-zero replica id. `elect`: a hash of key and region picks among the copies
 sorted by (replica id, rank), so that writing spreads over the ranks and every rank knows the answer.
 """
 
-from collections.abc import Sequence
-from zlib import crc32
+import numpy as np
 
 from functional_ckpt.errors import ReplicaError
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.columns import Ints, mix, ravelled
+from functional_ckpt.spec.table import ShardTable, key_hashes
 
-__all__ = ["Holder", "choose_writers", "elect"]
-
-#: (rank, position among the rank's shards, shard)
-Holder = tuple[int, int, ShardSpec]
+__all__ = ["choose_writers", "elected"]
 
 
-def elect(shard: ShardSpec, holders: Sequence[Holder]) -> Holder:
-    """Return the holder that writes, the same whatever the order of `holders`.
+def choose_writers(table: ShardTable, rule: str) -> tuple[Ints, list[ReplicaError]]:
+    """Return the rows of `table` that are written, by array and region, and the problems found.
+
+    `rule` is ``"declared"`` or ``"elect"``. There is one row per distinct shard; empty shards need none.
 
     Examples
     --------
     >>> from functional_ckpt.spec.array import ArraySpec
+    >>> from functional_ckpt.spec.sharding import ShardSpec, World
     >>> a = ArraySpec("w", (2,), "int8")
-    >>> copies = [(r, 0, ShardSpec(a, a.box, r)) for r in range(4)]
-    >>> elect(copies[0][2], copies) == elect(copies[0][2], copies[::-1])
+    >>> table, _ = ShardTable.of_world(World([[ShardSpec(a, a.box, 1)], [ShardSpec(a, a.box, 0)]]))
+    >>> choose_writers(table, "declared")
+    (array([1]), [])
+    """
+    rows = table.rows
+    order, begin = _copies(table)
+    counts = np.diff(np.append(begin, len(order)))
+    if rule == "declared":
+        mains = np.add.reduceat(rows.main[order], begin) if len(begin) else begin
+        problems = [_problem(table, order[begin[i] : begin[i] + counts[i]]) for i in np.flatnonzero(mains != 1)]
+        lone = np.repeat(mains == 1, counts)
+        return order[lone & (rows.main[order] > 0)], problems
+    if len(begin) == len(order):
+        return order, []
+    first = order[begin]
+    offset = ravelled(rows.start[first], table.shapes[rows.array[first]])
+    return order[begin + elected(key_hashes(table.arrays)[rows.array[first]], offset, rows.low[first], counts)], []
+
+
+def elected(key_hash: Ints, offset: Ints, low: Ints, counts: Ints) -> Ints:
+    """Return which of its `counts` copies writes a shard that begins at cell `offset` and flat element `low`.
+
+    Examples
+    --------
+    >>> bool(elected(np.array([5]), np.array([0]), np.array([0]), np.array([3]))[0] in (0, 1, 2))
     True
     """
-    box, flat = shard.identity
-    order = sorted(holders, key=lambda h: (h[2].replica_id, h[0], h[1]))
-    return order[crc32(f"{shard.key} {box.start} {flat}".encode()) % len(order)]
+    return (mix(key_hash, offset, low) % counts.astype(np.uint64)).astype(np.int64)
 
 
-def choose_writers(holders: Sequence[Holder], rule: str) -> tuple[list[Holder], list[ReplicaError]]:
-    """Return one writer per distinct shard of one array, sorted by region, and the problems found.
-
-    `rule` is ``"declared"`` or ``"elect"``. Empty shards need no writer, but an array without any cells
-    keeps one holder, who writes its metadata.
-
-    Examples
-    --------
-    >>> from functional_ckpt.spec.array import ArraySpec
-    >>> a = ArraySpec("w", (2,), "int8")
-    >>> _, problems = choose_writers([(0, 0, ShardSpec(a, a.box, 1))], "declared")
-    >>> print(problems[0])  # doctest: +ELLIPSIS
-    a shard has no main replica: key 'w', shape (2,), offset (0,), rank (0,), found replica ids [(1,)]...
-    """
-    if len(holders) == 1 and (rule == "elect" or holders[0][2].is_main):
-        return list(holders), []
-    groups: dict[tuple[object, object], list[Holder]] = {}
-    for holder in holders:
-        groups.setdefault(holder[2].identity, []).append(holder)
-    writers: list[Holder] = []
-    problems: list[ReplicaError] = []
-    for _, group in sorted(groups.items(), key=lambda item: item[0]):
-        shard = group[0][2]
-        if rule == "elect":
-            writers.append(elect(shard, group))
-            continue
-        mains = [h for h in group if h[2].is_main]
-        if len(mains) == 1 or (mains and not shard.size):
-            writers.append(min(mains, key=lambda h: h[:2]))
-        elif shard.size:
-            problems.append(_problem(shard, group, mains))
-    return writers, problems
+def _copies(table: ShardTable) -> tuple[Ints, Ints]:
+    """Return the rows with elements sorted by shard, replica id and rank, and where each shard's copies begin."""
+    rows = table.rows
+    live = np.flatnonzero(rows.high > rows.low)
+    cells = table.cells[live]
+    order = np.argsort(cells, kind="stable")
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = np.diff(cells[order]) != 0
+    if not is_first.all():
+        last = ravelled(rows.stop[live] - 1, table.shapes[rows.array[live]])
+        shard = (rows.high[live], rows.low[live], last, cells)
+        order = np.lexsort((rows.replica[live], *shard))
+        is_first[1:] = np.any([np.diff(part[order]) != 0 for part in shard], axis=0)
+    return live[order], np.flatnonzero(is_first)
 
 
-def _problem(shard: ShardSpec, group: Sequence[Holder], mains: Sequence[Holder]) -> ReplicaError:
-    what = "a shard has two main replicas" if mains else "a shard has no main replica"
-    ranks = tuple(sorted(h[0] for h in (mains or group)))
-    ids = sorted(h[2].replica_id for h in group)
+def _problem(table: ShardTable, copies: Ints) -> ReplicaError:
+    rows = table.rows
+    shard = table.shard(int(copies[0]))
+    mains = copies[rows.main[copies] > 0]
+    what = "a shard has two main replicas" if len(mains) else "a shard has no main replica"
+    ranks = tuple(sorted(rows.rank[mains if len(mains) else copies].tolist()))
+    ids = sorted(table.replicas[i] for i in rows.replica[copies])
     return ReplicaError(
         what, shard.key, ranks, shard.array.shape, shard.box.start, None, f"replica ids {ids}",
         "Give exactly one copy the replica id 0, or pass replicas='elect'",

@@ -1,47 +1,26 @@
-"""Who writes what: `plan_save` over a whole world, `restrict` to a rank, `plan_local_save` without the others."""
+"""Who writes what: `plan_save` over a whole world, `restrict` to a rank."""
 
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 
-from functional_ckpt.errors import (
-    LayoutError,
-    ProblemError,
-    ReplicaError,
-    SpecError,
-    raise_problems,
-)
-from functional_ckpt.plan.check import check_agreement, check_cover
-from functional_ckpt.plan.layout import ChunkGrid, Layout, LayoutPolicy, choose_layout
-from functional_ckpt.plan.replica import Holder, choose_writers
+from functional_ckpt.errors import LayoutError, ProblemError, ReplicaError, raise_problems
+from functional_ckpt.plan.check import check_conflicts, check_cover
+from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
+from functional_ckpt.plan.owner import choose_owners, with_waves
+from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, pieces_of, row_order
+from functional_ckpt.plan.replica import choose_writers
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import ShardSpec, World, fragments
+from functional_ckpt.spec.columns import Columns, Ints, to_column
+from functional_ckpt.spec.sharding import Fragment, World
+from functional_ckpt.spec.table import ShardTable, padded_shapes, unpadded
+from functional_ckpt.spec.tiling import surely_tiled
 
-__all__ = [
-    "ArrayPlan",
-    "ArrayWrite",
-    "Header",
-    "Move",
-    "SavePlan",
-    "SharedDigest",
-    "plan_local_save",
-    "plan_save",
-    "restrict",
-]
+__all__ = ["ArrayWrite", "Header", "Move", "Owners", "SavePlan", "SharedDigest", "plan_save", "restrict"]
 
-
-@attrs.frozen
-class ArrayPlan:
-    """One array of the checkpoint and its layout."""
-
-    spec: ArraySpec
-    layout: Layout
-
-    @property
-    def grid(self) -> ChunkGrid:
-        """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
+GIB = 2**30
 
 
 @attrs.frozen(order=True)
@@ -74,20 +53,39 @@ class SharedDigest:
 
 @attrs.frozen(order=True)
 class Move:
-    """Region `box` of `key` travels from rank `source` to rank `target` (the owned rung; none are planned yet)."""
+    """Region `box` of `key`, part of chunk `index`, goes from rank `source` to rank `target`, maybe the same.
+
+    It is part of `fragment` of shard number `shard` of the source; both are None in the plan of another rank.
+    """
 
     key: str
+    index: tuple[int, ...]
     box: Box
     source: int
     target: int
+    wave: int
+    shard: int | None
+    fragment: Fragment | None
+
+
+@attrs.frozen(eq=False)
+class Owners(Columns):
+    """Rank `rank` does something for chunk number `chunk` of array number `array`, or for the array (-1)."""
+
+    array: Ints = attrs.field(converter=to_column)
+    chunk: Ints = attrs.field(converter=to_column)
+    rank: Ints = attrs.field(converter=to_column)
 
 
 @attrs.frozen
 class SavePlan:
-    """Everything that is written, by rank; all tuples sorted, so equal inputs give equal plans.
+    """Everything that is written, by rank, as columns; equal inputs give equal plans.
+
+    `writes`, `moves`, `headers` and `digests` show it as values: for people and tests, not for large plans.
 
     Examples
     --------
+    >>> from functional_ckpt.spec.sharding import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> plan = plan_save(World(((ShardSpec(w, w.box),),)), LayoutPolicy())
     >>> [(x.rank, x.box) for x in plan.writes]
@@ -95,185 +93,240 @@ class SavePlan:
     """
 
     arrays: tuple[ArrayPlan, ...]
-    writes: tuple[ArrayWrite, ...]
-    headers: tuple[Header, ...]
-    digests: tuple[SharedDigest, ...] = ()
-    moves: tuple[Move, ...] = ()
+    pieces: Pieces
+    header_rows: Owners
+    digest_rows: Owners
+
+    @property
+    def writes(self) -> tuple[ArrayWrite, ...]:
+        """What goes straight from a buffer to storage."""
+        names = ("array", "chunk", "source", "shard", "run")
+        return tuple(
+            ArrayWrite(self.arrays[array].spec.key, self._box(array, row), source, shard, run)
+            for row, (array, chunk, source, shard, run) in enumerate(self._rows(*names))
+            if chunk < 0
+        )
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What goes to the rank that writes its chunk; on that rank itself too."""
+        names = ("array", "chunk", "source", "target", "wave", "shard", "run")
+        return tuple(
+            Move(
+                *self._chunk(array, chunk), self._box(array, row), source, target, wave,
+                shard if shard >= 0 else None, self._fragment(array, row, run) if shard >= 0 else None,
+            )
+            for row, (array, chunk, source, target, wave, shard, run) in enumerate(self._rows(*names))
+            if chunk >= 0
+        )  # fmt: skip
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Who writes the metadata of which array."""
+        pairs = zip(self.header_rows.array.tolist(), self.header_rows.rank.tolist(), strict=True)
+        return tuple(Header(self.arrays[array].spec.key, rank) for array, rank in pairs)
+
+    @property
+    def digests(self) -> tuple[SharedDigest, ...]:
+        """Who digests which chunk that several ranks have written."""
+        rows = self.digest_rows
+        triples = zip(rows.array.tolist(), rows.chunk.tolist(), rows.rank.tolist(), strict=True)
+        return tuple(SharedDigest(*self._chunk(array, chunk), rank) for array, chunk, rank in triples)
+
+    def written_nbytes(self, rank: int) -> int:
+        """Return the bytes of elements that `rank` puts into storage."""
+        itemsizes = np.array([plan.spec.itemsize for plan in self.arrays], np.int64)
+        mine = self.pieces.take(self.pieces.target == rank)
+        return int((mine.sizes * itemsizes[mine.array]).sum())
+
+    def _rows(self, *names: str) -> "zip[tuple[int, ...]]":
+        return zip(*(getattr(self.pieces, name).tolist() for name in names), strict=True)
+
+    def _chunk(self, array: int, chunk: int) -> tuple[str, tuple[int, ...]]:
+        return self.arrays[array].spec.key, self.arrays[array].grid.index(chunk)
+
+    def _box(self, array: int, row: int) -> Box:
+        return unpadded(self.pieces.start[row], self.pieces.stop[row], len(self.arrays[array].spec.shape))
+
+    def _fragment(self, array: int, row: int, run: int) -> Fragment:
+        box = unpadded(self.pieces.low[row], self.pieces.high[row], len(self.arrays[array].spec.shape))
+        return Fragment(box, run)
 
 
-def plan_save(world: World, policy: LayoutPolicy, replicas: str = "elect", shared_ok: bool = True) -> SavePlan:
+def plan_save(
+    world: World | ShardTable,
+    policy: LayoutPolicy,
+    replicas: str = "elect",
+    shared_ok: bool = True,
+    owned_ok: bool = True,
+    budget_nbytes: int = GIB,
+) -> SavePlan:
     """Plan the save of a whole world; pure, and the same for every order of ranks' shards.
 
     `replicas` is the writer rule (``"declared"`` or ``"elect"``), `shared_ok` whether the store updates part of
-    a chunk atomically.
+    a chunk atomically, `owned_ok` whether ranks can exchange data, `budget_nbytes` what a rank may hold meanwhile.
 
     Raises
     ------
     SpecError, LayoutError
         With every problem of the world at once: gaps, overlaps, doubled or missing main replicas, disagreements.
+    PolicyError
+        If the budget is smaller than a chunk that has to be assembled.
 
     Examples
     --------
+    >>> from functional_ckpt.spec.sharding import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> plan_save(World(((ShardSpec(w, Box((0,), (3,))),),)), LayoutPolicy())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (4,), offset (3,), ...
     """
-    arrays: list[ArrayPlan] = []
-    writes: list[ArrayWrite] = []
-    headers: list[Header] = []
-    digests: list[SharedDigest] = []
-    problems: list[ProblemError] = []
-    layouts: dict[object, Layout] = {}
-    for key, holders in world.by_key().items():
-        pieces, found = _pieces(key, holders, replicas)
-        problems += found
-        if found:
-            continue
-        array = holders[0][2].array
-        try:
-            layout = _layout(array, pieces, policy, shared_ok, layouts)
-        except LayoutError as error:
-            problems.append(error)
-            continue
-        plan = ArrayPlan(array, layout)
-        arrays.append(plan)
-        writes += [w for w in pieces if w.box.size]
-        headers.append(Header(key, pieces[0].rank))
-        digests += _shared(plan, pieces)
-    raise_problems(problems)
-    return SavePlan(tuple(arrays), tuple(writes), tuple(headers), tuple(sorted(digests)))
+    table, conflicts = (world, ()) if isinstance(world, ShardTable) else ShardTable.of_world(world)
+    problems: list[ProblemError] = check_conflicts(conflicts)
+    writers, unwritten = choose_writers(table, replicas)
+    problems += unwritten
+    pieces = pieces_of(table, writers)
+    problems += _uncovered(table, pieces, {problem.key for problem in unwritten})
+    empty, ownerless = _holders_of_empty(table, replicas)
+    problems += ownerless
+    arrays, unfit = _array_plans(table.arrays, pieces, policy, shared_ok, owned_ok, {p.key for p in problems})
+    raise_problems([*problems, *unfit])
+    return assembled(arrays, pieces, empty, budget_nbytes)
 
 
-def restrict(plan: SavePlan, rank: int) -> SavePlan:
-    """Return the part of `plan` that `rank` does; the restrictions to all ranks partition the plan.
+def assembled(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, budget_nbytes: int) -> SavePlan:
+    """Return the plan that writes `fragments`; `empty` says who writes the metadata of arrays without cells."""
+    rungs = np.array([plan.layout.rung for plan in arrays], str)
+    ndim = fragments.start.shape[1]
+    shapes = padded_shapes([plan.spec for plan in arrays], ndim)
+    chunks = padded_chunks(arrays, ndim)
+    is_owned = (rungs == "owned")[fragments.array]
+    moved, owned = choose_owners(cut_at_chunks(fragments.take(is_owned), shapes, chunks), arrays)
+    moved = with_waves(moved, owned, arrays, budget_nbytes)
+    pieces = Pieces.joined([fragments.take(~is_owned), moved])
+    pieces = pieces.take(row_order(pieces, shapes)) if len(moved) else pieces
+    is_first = np.ones(len(pieces), bool)
+    is_first[1:] = np.diff(pieces.array) != 0
+    begun = Owners(pieces.array[is_first], np.full(is_first.sum(), -1), pieces.target[is_first])
+    headers = Owners.joined([begun, empty])
+    shared = cut_at_chunks(fragments.take((rungs == "shared")[fragments.array]), shapes, chunks)
+    return SavePlan(arrays, pieces, headers.take(np.argsort(headers.array, kind="stable")), _shared_digests(shared))
+
+
+def padded_chunks(arrays: Sequence[ArrayPlan], ndim: int) -> Ints:
+    """Return the chunk shapes as rows, with ones in front.
 
     Examples
     --------
+    >>> plan = ArrayPlan(ArraySpec("w", (5,), "float32"), Layout("exclusive", (4,), (), "float32"))
+    >>> padded_chunks([plan], 2).tolist()
+    [[1, 4]]
+    """
+    return padded_shapes([attrs.evolve(plan.spec, shape=plan.layout.chunk) for plan in arrays], ndim)
+
+
+def restrict(plan: SavePlan, rank: int) -> SavePlan:
+    """Return the part of `plan` that `rank` does: what leaves its buffers, and what comes to it.
+
+    Of what comes from others only the region is kept, not where it lies in their buffers.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.sharding import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> plan = plan_save(World(((ShardSpec(w, w.box),), ())), LayoutPolicy())
     >>> len(restrict(plan, 0).writes), len(restrict(plan, 1).writes)
     (1, 0)
     """
-    writes = tuple(w for w in plan.writes if w.rank == rank)
-    headers = tuple(h for h in plan.headers if h.rank == rank)
-    digests = tuple(d for d in plan.digests if d.rank == rank)
-    moves = tuple(m for m in plan.moves if rank in (m.source, m.target))
-    mine = {w.key for w in writes} | {h.key for h in headers}
-    arrays = tuple(a for a in plan.arrays if a.spec.key in mine)
-    return SavePlan(arrays, writes, headers, digests, moves)
-
-
-def plan_local_save(rank: int, local: Sequence[ShardSpec], policy: LayoutPolicy, shared_ok: bool = True) -> SavePlan:
-    """Plan what `rank` does from its own shards alone: ``restrict(plan_save(world, policy, "declared"), rank)``.
-
-    Every shard must know its regular grid, and main replicas must be declared; then layout, writers and
-    digests follow from local facts. Costs O(local shards), whatever the number of ranks.
-
-    Raises
-    ------
-    SpecError
-        For a shard without a grid, flat, or of an array without cells: those worlds need gathering.
-
-    Examples
-    --------
-    >>> from functional_ckpt.spec.sharding import from_rank_offsets
-    >>> plan = plan_local_save(1, [from_rank_offsets("w", "int8", (4,), (0, 1, 2))], LayoutPolicy())
-    >>> plan.writes[0].box, plan.headers
-    (Box(start=(4,), stop=(8,)), ())
-    """
-    problems = [p for shard in local if (p := _needs_gathering(rank, shard)) is not None]
-    raise_problems(problems)
-    arrays: dict[str, ArrayPlan] = {}
-    writes: list[ArrayWrite] = []
-    digests: list[SharedDigest] = []
-    for position, shard in enumerate(local):
-        if not shard.is_main:
-            continue
-        plan = arrays.get(shard.key)
-        if plan is None:
-            layout = choose_layout(shard.array, _grid_faces(shard), policy, shared_ok)
-            plan = arrays[shard.key] = ArrayPlan(shard.array, layout)
-        write = ArrayWrite(shard.key, shard.box, rank, position, 0)
-        writes.append(write)
-        digests += _shared(plan, [write])
-    headers = tuple(Header(w.key, rank) for w in sorted(writes) if not any(w.box.start))
-    return SavePlan(tuple(a for _, a in sorted(arrays.items())), tuple(sorted(writes)), headers, tuple(sorted(digests)))
-
-
-def _layout(
-    array: ArraySpec, pieces: Sequence[ArrayWrite], policy: LayoutPolicy, shared_ok: bool, known: dict[object, Layout]
-) -> Layout:
-    """Return the layout; arrays alike in all that decides it share one (optimizer states come by the thousand)."""
-    boxes = tuple(w.box for w in pieces)
-    alike = (array.shape, array.dtype, policy.codecs_of(array.key), boxes)
-    layout = known.get(alike)
-    if layout is None:
-        layout = known[alike] = choose_layout(array, boxes, policy, shared_ok)
-    return layout
-
-
-def _pieces(key: str, holders: Sequence[Holder], rule: str) -> tuple[list[ArrayWrite], list[ProblemError]]:
-    """Return the writes of one array in row-major order (an empty one stands for an array without cells)."""
-    rank, position, shard = holders[0]
-    whole = shard.flat is None and shard.box.shape == shard.array.shape and shard.box.size
-    if len(holders) == 1 and whole and (rule == "elect" or shard.is_main):
-        return [ArrayWrite(key, shard.box, rank, position, 0)], []
-    problems: list[ProblemError] = check_agreement(holders)
-    if problems:
-        return [], problems
-    writers, doubled = choose_writers(holders, rule)
-    if doubled:
-        return [], list(doubled)
-    array = holders[0][2].array
-    pieces = sorted(
-        ArrayWrite(key, f.box, rank, position, f.run) for rank, position, shard in writers for f in fragments(shard)
+    pieces = plan.pieces.take((plan.pieces.source == rank) | (plan.pieces.target == rank))
+    headers = plan.header_rows.take(plan.header_rows.rank == rank)
+    digests = plan.digest_rows.take(plan.digest_rows.rank == rank)
+    kept = np.unique(np.concatenate([pieces.array, headers.array, digests.array]))
+    arrays = tuple(plan.arrays[number] for number in kept.tolist())
+    ndim = max((len(array.spec.shape) for array in arrays), default=1) or 1
+    foreign = pieces.source != rank
+    blank = foreign[:, None]
+    return SavePlan(
+        arrays,
+        attrs.evolve(
+            pieces,
+            array=np.searchsorted(kept, pieces.array),
+            start=pieces.start[:, -ndim:],
+            stop=pieces.stop[:, -ndim:],
+            low=np.where(blank, -1, pieces.low[:, -ndim:]),
+            high=np.where(blank, -1, pieces.high[:, -ndim:]),
+            shard=np.where(foreign, -1, pieces.shard),
+            run=np.where(foreign, -1, pieces.run),
+        ),
+        attrs.evolve(headers, array=np.searchsorted(kept, headers.array)),
+        attrs.evolve(digests, array=np.searchsorted(kept, digests.array)),
     )
-    problems = check_cover(array, [(w.rank, w.box) for w in pieces])
-    if problems or pieces:
-        return pieces, problems
-    if not writers:
-        return [], [
-            ReplicaError("an empty array has no main replica", key, tuple(sorted({h[0] for h in holders})), array.shape)
-        ]
-    rank, position, shard = min(writers, key=lambda h: (h[2].identity, h[0]))
-    return [ArrayWrite(key, shard.box, rank, position, 0)], []
 
 
-def _shared(plan: ArrayPlan, pieces: Sequence[ArrayWrite]) -> list[SharedDigest]:
-    """Return the chunks written in several pieces, each digested by whoever writes its first cell."""
-    if plan.layout.rung != "shared":
-        return []
-    grid = plan.grid
-    found: list[SharedDigest] = []
-    for piece in pieces:
-        for index in grid.touched(piece.box):
-            chunk = grid.box(index)
-            first = Box.from_shape((1,) * chunk.ndim, chunk.start)
-            if piece.box.contains(first) and not piece.box.contains(chunk):
-                found.append(SharedDigest(piece.key, index, piece.rank))
-    return found
+def _uncovered(table: ShardTable, pieces: Pieces, known: set[str | None]) -> list[ProblemError]:
+    """Return the gaps and overlaps of all arrays with cells, but those with problems known already."""
+    tiled = surely_tiled(table.shapes, pieces.array, pieces.start, pieces.stop)
+    problems: list[ProblemError] = []
+    for number in np.flatnonzero(~tiled).tolist():
+        spec = table.arrays[number]
+        if spec.key not in known:
+            mine = pieces.take(pieces.array == number)
+            boxes = (unpadded(lo, hi, len(spec.shape)) for lo, hi in zip(mine.start, mine.stop, strict=True))
+            problems += check_cover(spec, list(zip(mine.source.tolist(), boxes, strict=True)))
+    return problems
 
 
-def _grid_faces(shard: ShardSpec) -> list[Box]:
-    """Return boxes whose faces are those of the shard's regular grid: its first cells along each axis."""
-    shape = shard.array.shape
-    cell = tuple(n // count for n, count in zip(shape, shard.grid or (), strict=True))
-    return [Box.from_shape(cell)]
+def _holders_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[ProblemError]]:
+    """Return who writes the metadata of each array without cells: the lowest rank, of main replicas if declared."""
+    rows = table.rows
+    held: list[tuple[int, int]] = []
+    problems: list[ProblemError] = []
+    for number in np.flatnonzero(table.shapes.prod(axis=1) == 0).tolist():
+        spec, mine = table.arrays[number], rows.array == number
+        holders = rows.rank[mine & (rows.main > 0) if rule == "declared" else mine]
+        if len(holders):
+            held.append((number, int(holders.min())))
+        else:
+            ranks = np.unique(rows.rank[mine]).tolist()
+            problems.append(ReplicaError("an empty array has no main replica", spec.key, tuple(ranks), spec.shape))
+    return Owners([number for number, _ in held], [-1] * len(held), [rank for _, rank in held]), problems
 
 
-def _needs_gathering(rank: int, shard: ShardSpec) -> SpecError | None:
-    regular = (
-        shard.grid is not None
-        and shard.flat is None
-        and len(shard.grid) == len(shard.array.shape)
-        and all(c >= 1 and n % c == 0 for n, c in zip(shard.array.shape, shard.grid, strict=True))
-        and all(e * c == n for e, c, n in zip(shard.box.shape, shard.grid, shard.array.shape, strict=True))
-    )
-    if regular and shard.array.nbytes:
-        return None
-    return SpecError(
-        "planning without the other ranks needs a regular grid", shard.key, rank, shard.array.shape,
-        shard.box.start, "a grid of equal, non-empty shards", shard.grid, "Use plan_save on the gathered world",
-    )  # fmt: skip
+def _array_plans(
+    specs: Sequence[ArraySpec], pieces: Pieces, policy: LayoutPolicy, shared_ok: bool, owned_ok: bool,
+    skipped: set[str | None],
+) -> tuple[tuple[ArrayPlan, ...], list[LayoutError]]:  # fmt: skip
+    """Return the layouts; arrays alike in all that decides share one (optimizer states come by the thousand)."""
+    known: dict[object, Layout] = {}
+    plans: list[ArrayPlan] = []
+    problems: list[LayoutError] = []
+    for spec, faces in zip(specs, _faces(specs, pieces).tolist(), strict=True):
+        mine = faces[len(faces) - len(spec.shape) :]
+        alike = (spec.shape, spec.dtype, policy.codecs_of(spec.key), *mine)
+        try:
+            if spec.key not in skipped and alike not in known:
+                known[alike] = layout_of_faces(spec, mine, policy, shared_ok, owned_ok)
+            plans.append(ArrayPlan(spec, known.get(alike) or Layout("", (), (), "")))
+        except LayoutError as error:
+            problems.append(error)
+    return tuple(plans), problems
+
+
+def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
+    """Return per array and axis the common divisor of the interior faces of its pieces, 0 for none."""
+    shapes = padded_shapes(specs, pieces.start.shape[1])
+    faces = np.zeros_like(shapes)
+    if len(pieces):
+        begin = np.flatnonzero(np.diff(pieces.array, prepend=-1))
+        stop = np.where(pieces.stop < shapes[pieces.array], pieces.stop, 0)
+        both = np.gcd(pieces.start, stop)
+        faces[pieces.array[begin]] = np.gcd.reduceat(both, begin, axis=0)
+    return faces
+
+
+def _shared_digests(pieces: Pieces) -> Owners:
+    """Return the chunks in several pieces, each digested by whoever writes its first cell."""
+    begin = np.flatnonzero(np.diff(pieces.array, prepend=-1) | np.diff(pieces.chunk, prepend=-1))
+    shared = begin[np.diff(np.append(begin, len(pieces))) > 1]
+    return Owners(pieces.array[shared], pieces.chunk[shared], pieces.source[shared])

@@ -1,59 +1,134 @@
-"""What each rank says of its state, and the one state that these make together.
+"""The state of each rank, and of all of them merged: what planning starts from and the manifest is made of."""
 
-`LocalState` is what travels between ranks before a save; `merge_states` is pure and gives the same answer on every
-rank: which tensors are tied, which values are copies of one another, and where each leaf stands in the tree.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 
 from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError, SpecError
-from functional_ckpt.plan.manifest import Alias, ArrayEntry, Manifest, PerRankEntry, ValueEntry
-from functional_ckpt.plan.save import SavePlan
+from functional_ckpt.plan.layout import ArrayPlan
+from functional_ckpt.plan.manifest import (
+    DIGEST_NBYTES,
+    Alias,
+    ArrayEntry,
+    Manifest,
+    PerRankEntry,
+    RankItem,
+    ValueEntry,
+)
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.columns import Columns, Ints, to_column
+from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.placement import Replicate
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 
-__all__ = ["ArrayLeaf", "GlobalState", "LocalState", "build_manifest", "merge_states"]
+__all__ = [
+    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "GlobalState", "LocalState", "Part", "build_manifest", "is_per_rank",
+    "merge_states", "merge_values", "placed_leaves",
+]  # fmt: skip
 
 #: What `encode_value` makes of containers that hold nothing.
-_EMPTY = ("{}", "[]", '{"~ordered":[]}')
+EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
 
 @attrs.frozen
 class ArrayLeaf:
-    """A leaf that is an array: its key and path; `tied_to` an earlier key of the same memory on this rank.
+    """A leaf that is an array: its spec and path; `tied_to` an earlier key of the same memory on this rank.
 
-    `is_copy` says that every rank which has it holds all of it; then `copy_digest`, if known, must be equal on all.
+    `sharding` tells how all ranks hold it, where that is known. `is_copy` says that every rank which has it holds all
+    of it; then `copy_digest`, if known, must be equal on all.
     """
 
-    key: str
+    spec: ArraySpec
     path: tuple[Any, ...]
     codec: str | None = None
     tied_to: str | None = None
     is_copy: bool = False
     copy_digest: bytes | None = None
+    sharding: Sharding | None = None
+
+    @property
+    def key(self) -> str:
+        """Key of the array."""
+        return self.spec.key
 
 
 @attrs.frozen
 class LocalState:
-    """The state of one rank, without its data; `terms` are the parts of the policy on which all must agree."""
+    """The state of one rank, without its data; `terms` are the parts of the policy on which all must agree.
 
-    shards: tuple[ShardSpec, ...] = ()
+    `shards` are those of the leaves that are neither copies nor placed on a mesh, in order of the leaves. A state that
+    travels to the other ranks has all of its shards in `table` instead.
+    """
+
     arrays: tuple[ArrayLeaf, ...] = ()
+    shards: tuple[ShardSpec, ...] = ()
     values: tuple[ValueEntry, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
     attributes: str = "{}"
     terms: str = ""
+    table: ShardTable | None = None
+
+    def tabled(self, rank: int, first_shard: int = 0) -> "LocalState":
+        """Return the state with the table of all its shards, for the other ranks."""
+        shards = list(self.all_shards(rank))
+        table = ShardTable.of(rank, shards)
+        rows = attrs.evolve(table.rows, shard=table.rows.shard + first_shard)
+        return attrs.evolve(self, shards=(), table=attrs.evolve(table, rows=rows))
+
+    def all_shards(self, rank: int) -> Iterator[ShardSpec]:
+        """Yield the shards of all leaves, in order."""
+        explicit: dict[str, list[ShardSpec]] = {}
+        for shard in self.shards:
+            explicit.setdefault(shard.key, []).append(shard)
+        for leaf in self.arrays:
+            if leaf.is_copy:
+                yield ShardSpec(leaf.spec, leaf.spec.box, rank)
+            elif leaf.sharding is None:
+                yield from explicit.get(leaf.key, ())
+            else:
+                yield from (part.shard for part in leaf.sharding.parts(leaf.spec, rank))
+
+    def contents(self) -> "LocalState":
+        """Return what may differ from save to save: values, and the digests of copies."""
+        digested = tuple(leaf for leaf in self.arrays if leaf.copy_digest is not None)
+        return attrs.evolve(self, arrays=digested, shards=(), table=None)
+
+    def parted(self) -> "tuple[LocalState, LocalState]":
+        """Return what all ranks may hold alike, and what only this rank has: everything below a `PerRank`."""
+        own_arrays = tuple(leaf for leaf in self.arrays if is_per_rank(leaf.path))
+        own_values = tuple(value for value in self.values if is_per_rank(value.path or ()))
+        if not own_arrays and not own_values:
+            return self, LocalState(attributes=self.attributes, terms=self.terms)
+        keys = {leaf.key for leaf in own_arrays}
+        common = attrs.evolve(
+            self,
+            arrays=tuple(leaf for leaf in self.arrays if leaf.key not in keys),
+            shards=tuple(shard for shard in self.shards if shard.key not in keys),
+            values=tuple(value for value in self.values if not is_per_rank(value.path or ())),
+        )
+        shards = tuple(shard for shard in self.shards if shard.key in keys)
+        return common, attrs.evolve(self, arrays=own_arrays, shards=shards, values=own_values, per_rank=())
+
+
+def is_per_rank(path: tuple[Any, ...]) -> bool:
+    """Tell whether a leaf lies below a `PerRank`.
+
+    Examples
+    --------
+    >>> is_per_rank(("rng", RankItem(0)))
+    True
+    """
+    return any(isinstance(item, RankItem) for item in path)
 
 
 @attrs.frozen
 class GlobalState:
-    """The state of all ranks: leaves sorted by key, tied tensors once in `world`."""
+    """The state of all ranks: leaves sorted by key, tied tensors once."""
 
-    world: World
     leaves: tuple[ArrayLeaf, ...]
     aliases: tuple[Alias, ...]
     values: tuple[ValueEntry, ...]
@@ -61,94 +136,118 @@ class GlobalState:
     attributes: str
 
 
-def merge_states(
-    states: Sequence[LocalState], replicated: str = "check"
-) -> tuple[GlobalState, tuple[ProblemError, ...]]:
-    """Merge what all ranks hold, and return the problems with it.
+#: A rank, and all or part of its state.
+Part = tuple[int, LocalState]
+
+
+def merge_states(parts: Sequence[Part], replicated: str = "check") -> tuple[GlobalState, tuple[ProblemError, ...]]:
+    """Merge what all ranks hold, and return the problems with it; a rank may bring several parts.
 
     With ``replicated="trust"`` unequal copies are none: the lowest rank's plain value is taken, and any rank's tensor.
 
     Examples
     --------
-    >>> states = [LocalState(values=(ValueEntry("lr", "0.1"),)), LocalState(values=(ValueEntry("lr", "0.2"),))]
-    >>> print(merge_states(states)[1][0])  # doctest: +ELLIPSIS
+    >>> parts = [(r, LocalState(values=(ValueEntry("lr", text),))) for r, text in enumerate(("0.1", "0.2"))]
+    >>> print(merge_states(parts)[1][0])  # doctest: +ELLIPSIS
     ranks hold different values under one key: key 'lr', rank (0, 1), expected 0.1, found 0.2. Wrap ...
     """
     problems: list[ProblemError] = []
-    leaves = _merged_leaves(states, problems)
-    values = _without_placeholders(_merged_values(states, replicated, problems), leaves)
-    per_rank = tuple(sorted({p.key: p for state in states for p in state.per_rank}.values(), key=lambda p: p.key))
+    leaves = _merged_leaves(parts, problems)
+    values = _without_placeholders(_merged_values(parts, replicated, problems), leaves)
+    per_rank = tuple(sorted({p.key: p for _, state in parts for p in state.per_rank}.values(), key=lambda p: p.key))
     if replicated == "check":
-        problems += _unequal_copies(states)
-    problems += _both_kinds(states)
-    problems += _unequal_attributes(states) or _tree_problems(leaves, values)
-    tied = _agreed_ties(states)
+        problems += _unequal_copies(parts)
+    problems += _both_kinds(parts)
+    problems += _unequal_attributes(parts) or _tree_problems(leaves, values)
+    tied = _agreed_ties([state for _, state in parts])
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))
-    world = _world(states, tied)
     stored = tuple(leaf for leaf in leaves if leaf.key not in tied)
-    attributes = states[0].attributes
-    return GlobalState(world, stored, aliases, values, per_rank, attributes), tuple(problems)
+    return GlobalState(stored, aliases, values, per_rank, parts[0][1].attributes), tuple(problems)
 
 
-def build_manifest(state: GlobalState, plan: SavePlan, digests: Iterable[tuple[str, int, bytes]]) -> Manifest:
-    """Return the manifest of a finished save from ``(key, chunk position, digest)`` of every chunk.
+def merge_values(
+    parts: Sequence[Part], known: GlobalState, replicated: str = "check"
+) -> tuple[GlobalState, tuple[ProblemError, ...]]:
+    """Return `known`, a merged state of the same structure, with the values of now; and what differs between ranks."""
+    problems: list[ProblemError] = []
+    merged = _merged_values(parts, replicated, problems)
+    kept = {value.key for value in known.values}
+    problems += [*(_unequal_copies(parts) if replicated == "check" else ()), *_unequal_attributes(parts)]
+    values = tuple(value for value in merged if value.key in kept)
+    return attrs.evolve(known, values=values, attributes=parts[0][1].attributes), tuple(problems)
+
+
+def placed_leaves(common: LocalState, owns: Sequence[LocalState], tied: Iterable[str]) -> list[ShardSpec | PlacedArray]:
+    """Return what `plan_local_save` plans where all ranks hold `common` alike and rank r holds ``owns[r]`` besides.
+
+    Keys in `tied` are left out.
+    """
+    skipped = {*tied}
+    everywhere = Sharding(Mesh.line(len(owns)), (Replicate(),))
+    items: list[ShardSpec | PlacedArray] = [
+        PlacedArray(leaf.spec, leaf.sharding or everywhere)
+        for leaf in common.arrays
+        if leaf.key not in skipped and (leaf.is_copy or leaf.sharding is not None)
+    ]
+    items += [shard for shard in common.shards if shard.key not in skipped]
+    for rank, own in enumerate(owns):
+        here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
+        items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
+    return items
+
+
+@attrs.frozen(eq=False)
+class ChunkRows(Columns):
+    """Chunk number `chunk` of array number `array` has the digest in `words`: 16 bytes as two int64."""
+
+    array: Ints = attrs.field(converter=to_column)
+    chunk: Ints = attrs.field(converter=to_column)
+    words: Ints = attrs.field(converter=to_column)
+
+
+def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: ChunkRows) -> Manifest:
+    """Return the manifest of a finished save from the digest of every chunk of `arrays`.
 
     Raises
     ------
     SpecError
         If a chunk has no digest, or two: then some rank has not done its part of the plan.
     """
-    found: dict[str, dict[int, bytes]] = {array.spec.key: {} for array in plan.arrays}
-    for key, position, digest in digests:
-        if found[key].setdefault(position, digest) is not digest:
-            raise SpecError("a chunk was written twice", key, found=f"chunk number {position}")
+    first = np.cumsum([0, *(plan.grid.size for plan in arrays)])
+    at = first[chunks.array] + chunks.chunk
+    order = np.argsort(at, kind="stable")
+    missing = np.setdiff1d(np.arange(first[-1]), at)
+    if len(missing) or len(at) != first[-1]:
+        what = "a chunk was not written" if len(missing) else "a chunk was written twice"
+        wrong = int(missing[0]) if len(missing) else int(at[order][np.flatnonzero(np.diff(at[order]) == 0)[0]])
+        number = int(np.searchsorted(first, wrong, "right")) - 1
+        raise SpecError(what, arrays[number].spec.key, None, arrays[number].spec.shape, None, None,
+                        f"chunk number {wrong - int(first[number])}")  # fmt: skip
+    digests = np.ascontiguousarray(chunks.words[order]).tobytes()
     leaves = {leaf.key: leaf for leaf in state.leaves}
-    entries = []
-    for array in plan.arrays:
-        key, chunks = array.spec.key, found[array.spec.key]
-        if len(chunks) != array.grid.size:
-            raise SpecError("a chunk was not written", key, None, array.spec.shape, None, array.grid.size, len(chunks))
-        joined = b"".join(chunks[i] for i in range(len(chunks)))
-        entries.append(ArrayEntry(array.spec, array.layout, joined, leaves[key].path, leaves[key].codec))
-    return Manifest(tuple(entries), state.values, state.aliases, state.per_rank, state.attributes)
-
-
-def _world(states: Sequence[LocalState], tied: Mapping[str, str]) -> World:
-    """Return all shards but those of tied keys; the copy on the lowest rank that has one is the main one."""
-    main: dict[str, int] = {}
-    for rank, state in enumerate(states):
-        for leaf in state.arrays:
-            if leaf.is_copy:
-                main.setdefault(leaf.key, rank)
-
-    later = {key: first for key, first in main.items() if first}
-    if not later and not tied:
-        return World(state.shards for state in states)
-    return World(
-        [_renumbered(s, rank, later) for s in state.shards if s.key not in tied] for rank, state in enumerate(states)
+    ends = (first * DIGEST_NBYTES).tolist()
+    entries = tuple(
+        ArrayEntry(plan.spec, plan.layout, digests[low:high], leaves[plan.spec.key].path, leaves[plan.spec.key].codec)
+        for plan, low, high in zip(arrays, ends[:-1], ends[1:], strict=True)
     )
+    return Manifest(entries, state.values, state.aliases, state.per_rank, state.attributes)
 
 
-def _renumbered(shard: ShardSpec, rank: int, first: Mapping[str, int]) -> ShardSpec:
-    return attrs.evolve(shard, replica_id=rank - first[shard.key]) if shard.key in first else shard
-
-
-def _merged_leaves(states: Sequence[LocalState], problems: list[ProblemError]) -> tuple[ArrayLeaf, ...]:
+def _merged_leaves(parts: Sequence[Part], problems: list[ProblemError]) -> tuple[ArrayLeaf, ...]:
     found: dict[str, ArrayLeaf] = {}
-    for state in states:
-        for leaf in state.arrays:
+    # Parts that travelled as the same bytes share one tuple of leaves.
+    for leaves in {id(state.arrays): state.arrays for _, state in parts}.values():
+        for leaf in leaves:
             first = found.setdefault(leaf.key, leaf)
             if first.path != leaf.path:
                 problems.append(_two_paths(leaf.key, first.path, leaf.path))
     return tuple(leaf for _, leaf in sorted(found.items()))
 
 
-def _merged_values(
-    states: Sequence[LocalState], replicated: str, problems: list[ProblemError]
-) -> tuple[ValueEntry, ...]:
+def _merged_values(parts: Sequence[Part], replicated: str, problems: list[ProblemError]) -> tuple[ValueEntry, ...]:
     found: dict[str, tuple[int, ValueEntry]] = {}
-    for rank, state in enumerate(states):
+    for rank, state in parts:
         for value in state.values:
             first_rank, first = found.setdefault(value.key, (rank, value))
             if first.path != value.path:
@@ -166,7 +265,7 @@ def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLe
     """Drop an empty container of one rank where another rank has something in it."""
     entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
     inner = {entry.path[:depth] for entry in entries if entry.path for depth in range(len(entry.path))}
-    return tuple(v for v in values if v.path not in inner or v.text not in _EMPTY)
+    return tuple(v for v in values if v.path not in inner or v.text not in EMPTY_TEXTS)
 
 
 def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) -> list[ProblemError]:
@@ -180,28 +279,26 @@ def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) ->
     return []
 
 
-def _both_kinds(states: Sequence[LocalState]) -> list[ProblemError]:
+def _both_kinds(parts: Sequence[Part]) -> list[ProblemError]:
     """Return a problem for each key that is an array here and a plain value there."""
-    arrays = {leaf.key: rank for rank, state in reversed(list(enumerate(states))) for leaf in state.arrays}
-    values = {value.key: rank for rank, state in reversed(list(enumerate(states))) for value in state.values}
+    arrays = {leaf.key: rank for rank, state in reversed(parts) for leaf in state.arrays}
+    values = {value.key: rank for rank, state in reversed(parts) for value in state.values}
     return [
         DuplicateKeyError("ranks hold an array and a plain value under one key", key, (arrays[key], values[key]))
         for key in sorted(arrays.keys() & values.keys())
     ]
 
 
-def _unequal_copies(states: Sequence[LocalState]) -> list[ProblemError]:
+def _unequal_copies(parts: Sequence[Part]) -> list[ProblemError]:
     first: dict[str, tuple[int, bytes, ArraySpec]] = {}
     problems: list[ProblemError] = []
-    for rank, state in enumerate(states):
-        specs = {shard.key: shard.array for shard in state.shards}
+    for rank, state in parts:
         for leaf in state.arrays:
             if leaf.copy_digest is None:
                 continue
-            spec = specs[leaf.key]
-            first_rank, digest, first_spec = first.setdefault(leaf.key, (rank, leaf.copy_digest, spec))
+            first_rank, digest, first_spec = first.setdefault(leaf.key, (rank, leaf.copy_digest, leaf.spec))
             # Another shape or data type is a problem of its own, which planning names.
-            if digest != leaf.copy_digest and spec == first_spec:
+            if digest != leaf.copy_digest and leaf.spec == first_spec:
                 problems.append(ReplicaError(
                     "ranks hold different copies of a plain tensor", leaf.key, (first_rank, rank), None, None,
                     digest.hex(), leaf.copy_digest.hex(),
@@ -210,16 +307,15 @@ def _unequal_copies(states: Sequence[LocalState]) -> list[ProblemError]:
     return problems
 
 
-def _unequal_attributes(states: Sequence[LocalState]) -> list[ProblemError]:
+def _unequal_attributes(parts: Sequence[Part]) -> list[ProblemError]:
     problems: list[ProblemError] = []
-    for what, texts in (
-        ("ranks pass different attributes", [state.attributes for state in states]),
-        ("ranks pass different policies", [state.terms for state in states]),
-    ):
-        ranks = [rank for rank, text in enumerate(texts) if text != texts[0]]
-        if ranks:
-            expected, found = _difference(texts[0], texts[ranks[0]])
-            problems.append(SpecError(what, None, (0, ranks[0]), None, None, expected, found))
+    first, state = parts[0]
+    for what, name in (("ranks pass different attributes", "attributes"), ("ranks pass different policies", "terms")):
+        text = getattr(state, name)
+        other = next((part for part in parts if getattr(part[1], name) != text), None)
+        if other is not None:
+            expected, found = _difference(text, getattr(other[1], name))
+            problems.append(SpecError(what, None, (first, other[0]), None, None, expected, found))
     return problems
 
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.columns import Ints
 
-__all__ = ["flat_boxes", "flat_runs", "joined"]
+__all__ = ["flat_boxes", "flat_rows", "flat_runs", "joined"]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
@@ -102,3 +103,48 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 def _in_row(index: int, boxes: list[Box]) -> list[Box]:
     return [Box((index, *b.start), (index + 1, *b.stop)) for b in boxes]
+
+
+def flat_rows(extents: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return `flat_boxes` of many ranges at once: ``(row, start, stop, run)`` of each box.
+
+    Range ``[low[i], high[i])`` lies in the row-major order of shape ``extents[i]``; `row` is i, `run` the number of
+    elements of the range before the box. Boxes come in order of row and run.
+
+    Examples
+    --------
+    >>> row, start, stop, run = flat_rows(np.array([[3, 4]]), np.array([2]), np.array([9]))
+    >>> start.tolist(), stop.tolist(), run.tolist()
+    ([[0, 2], [1, 0], [2, 0]], [[1, 4], [2, 4], [3, 1]], [0, 2, 6])
+    """
+    ndim = extents.shape[1]
+    inner = np.cumprod(np.concatenate([np.ones((len(extents), 1), np.int64), extents[:, :0:-1]], 1), 1)[:, ::-1]
+    inner = np.maximum(inner, 1)
+    first, last = -(-low[:, None] // inner), high[:, None] // inner  # whole sub-arrays of each axis in the range
+    middle = np.argmax(first <= last, axis=1)
+    found = []
+    for axis in range(ndim):
+        begin, end = first[:, axis], last[:, axis]
+        if axis:
+            is_below = middle < axis
+            found.append((axis, begin, np.where(is_below, first[:, axis - 1] * extents[:, axis], begin)))
+            found.append((axis, np.where(is_below, last[:, axis - 1] * extents[:, axis], end), end))
+        is_middle = middle == axis
+        found.append((axis, np.where(is_middle, begin, 0), np.where(is_middle, end, 0)))
+    parts = [_rows_of_axis(axis, begin, end, extents, inner, low) for axis, begin, end in found]
+    row, start, stop, run = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    order = np.lexsort((run, row))
+    return row[order], start[order], stop[order], run[order]
+
+
+def _rows_of_axis(axis: int, begin: Ints, end: Ints, extents: Ints, inner: Ints, low: Ints) -> tuple[Ints, ...]:
+    """Return the boxes of sub-arrays ``[begin, end)`` along `axis`, numbered through the whole array."""
+    row = np.flatnonzero((begin < end) & (low < end * inner[:, axis]))
+    begin, end, shape = begin[row], end[row], extents[row]
+    start, stop = np.zeros_like(shape), shape.copy()
+    parent, start[:, axis] = np.divmod(begin, shape[:, axis])
+    stop[:, axis] = start[:, axis] + end - begin
+    for outer in range(axis - 1, -1, -1):
+        parent, start[:, outer] = np.divmod(parent, shape[:, outer])
+        stop[:, outer] = start[:, outer] + 1
+    return row, start, stop, begin * inner[row, axis] - low[row]

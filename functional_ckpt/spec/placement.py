@@ -18,7 +18,7 @@ from functional_ckpt.spec.flat import joined
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tiling import chunked_sizes
 
-__all__ = ["PlacedShard", "Placement", "Replicate", "Shard", "StridedShard", "from_placements"]
+__all__ = ["PlacedShard", "Placement", "Replicate", "Shard", "StridedShard", "axis_spans", "from_placements"]
 
 _Interval = tuple[int, int]
 
@@ -84,16 +84,34 @@ def from_placements(
             "mesh, coordinate and placements differ in length", array.key, None, tuple(mesh_shape),
             tuple(coordinate), len(mesh_shape), len(placements),
         )  # fmt: skip
-    spans: list[list[_Interval]] = [[(0, n)] if n else [] for n in array.shape]
+    cuts: list[list[tuple[int, int]]] = [[] for _ in array.shape]
+    places: list[list[int]] = [[] for _ in array.shape]
     replica: list[int] = []
     for size, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Replicate):
             replica.append(index)
             continue
         dim = _axis(array, placement.dim)
-        parts = placement.split_factor if isinstance(placement, StridedShard) else 1
-        spans[dim] = _share(spans[dim], parts, size, index)
+        cuts[dim].append((placement.split_factor if isinstance(placement, StridedShard) else 1, size))
+        places[dim].append(index)
+    spans = [axis_spans(n, cut, place) for n, cut, place in zip(array.shape, cuts, places, strict=True)]
     return _placed(array, spans, tuple(replica) or (0,))
+
+
+def axis_spans(extent: int, cuts: Sequence[tuple[int, int]], index: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the intervals of an axis that one place of the mesh holds, in the order of its local tensor.
+
+    Each cut ``(split factor, size)`` is that of a mesh axis, in mesh order, on which the place is ``index[i]``.
+
+    Examples
+    --------
+    >>> axis_spans(8, ((2, 2),), (1,))
+    [(2, 4), (6, 8)]
+    """
+    spans: list[_Interval] = [(0, extent)] if extent else []
+    for (parts, size), place in zip(cuts, index, strict=True):
+        spans = _share(spans, parts, size, place)
+    return spans
 
 
 def _axis(array: ArraySpec, dim: int) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.columns import Ints
 
 __all__ = [
     "balanced_sizes",
@@ -23,9 +24,8 @@ __all__ = [
     "find_overlap",
     "first_gap",
     "grid_boxes",
+    "surely_tiled",
 ]
-
-_Ints = NDArray[np.int64]
 
 
 def chunked_sizes(extent: int, parts: int) -> tuple[int, ...]:
@@ -118,14 +118,59 @@ def check_tiling(whole: Box, boxes: Sequence[Box]) -> tuple[tuple[int, int] | No
     return overlap, first_gap(whole, boxes)
 
 
-def _stack(boxes: Sequence[Box]) -> tuple[_Ints, _Ints, _Ints]:
+def surely_tiled(shapes: Ints, array: Ints, start: Ints, stop: Ints) -> NDArray[np.bool_]:
+    """Tell for each array whether its boxes tile it, all arrays at once; False asks `check_tiling` to look closer.
+
+    `array` is the number of each box's array, sorted, as a row of `shapes`; no box is empty. True is proven: the
+    volumes add up, and clean cuts take all boxes of the array apart.
+
+    Examples
+    --------
+    >>> shapes, array = np.array([[4], [4]]), np.array([0, 0, 1])
+    >>> surely_tiled(shapes, array, np.array([[0], [2], [0]]), np.array([[2], [4], [3]])).tolist()
+    [True, False]
+    """
+    volumes = np.zeros(len(shapes), np.int64)
+    np.add.at(volumes, array, (stop - start).prod(axis=1))
+    tiled: NDArray[np.bool_] = volumes == shapes.prod(axis=1)
+    rows, group = np.flatnonzero(tiled[array]), array[tiled[array]]
+    axis, idle = 0, 0
+    while len(rows) and idle < shapes.shape[1]:
+        order, cuts = _cut_groups(group, start[rows, axis], stop[rows, axis])
+        idle = idle + 1 if len(cuts) == len(np.unique(group)) else 0
+        sizes = np.diff(np.append(cuts, len(rows)))
+        entangled = np.repeat(sizes > 1, sizes)
+        group = np.repeat(np.arange(len(cuts)), sizes)[entangled]
+        rows = rows[order][entangled]
+        axis = (axis + 1) % shapes.shape[1]
+    tiled[array[rows]] = False
+    return tiled
+
+
+def _cut_groups(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Return an order of the intervals by group and start, and where clean cuts begin new groups in it."""
+    order = np.lexsort((low, group))
+    group, low, high = group[order], low[order], high[order]
+    # Intervals of later groups lie beyond those of earlier ones, so that one running maximum serves all groups.
+    extent = int(high.max(initial=0)) + 1
+    _, number = np.unique(group, return_inverse=True)
+    if extent * (len(group) + 1) >= 2**62:
+        low, high = (ends.reshape(-1) for ends in np.split(np.unique([low, high], return_inverse=True)[1].ravel(), 2))
+        extent = int(high.max(initial=0)) + 1
+    reach = np.maximum.accumulate(high + number * extent)
+    is_cut = np.ones(len(group), bool)
+    is_cut[1:] = (low[1:] + number[1:] * extent >= reach[:-1]) | (group[1:] != group[:-1])
+    return order, np.flatnonzero(is_cut)
+
+
+def _stack(boxes: Sequence[Box]) -> tuple[Ints, Ints, Ints]:
     ndim = boxes[0].ndim if boxes else 0
     starts = np.array([b.start for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
     stops = np.array([b.stop for b in boxes], dtype=np.int64).reshape(len(boxes), ndim)
     return starts, stops, np.flatnonzero((starts < stops).all(axis=1))
 
 
-def _cut(starts: _Ints, stops: _Ints) -> tuple[int, list[_Ints]] | None:
+def _cut(starts: Ints, stops: Ints) -> tuple[int, list[Ints]] | None:
     """Return an axis and the groups of rows between its clean cuts, in order, if any axis has one."""
     for axis in range(starts.shape[1]):
         order = np.argsort(starts[:, axis], kind="stable")
@@ -136,7 +181,7 @@ def _cut(starts: _Ints, stops: _Ints) -> tuple[int, list[_Ints]] | None:
     return None
 
 
-def _overlapping_pair(starts: _Ints, stops: _Ints, group: _Ints) -> tuple[int, int] | None:
+def _overlapping_pair(starts: Ints, stops: Ints, group: Ints) -> tuple[int, int] | None:
     for position, one in enumerate(group[:-1]):
         rest = group[position + 1 :]
         meets = (np.maximum(starts[rest], starts[one]) < np.minimum(stops[rest], stops[one])).all(axis=1)

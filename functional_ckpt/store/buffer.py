@@ -1,27 +1,30 @@
-"""`Buffer`: the local memory of one shard, on the host or elsewhere."""
+"""`Buffer`: the local memory of one shard, on the host or elsewhere.
+
+A fragment of it is named by its `shape` and the element `run` at which it begins; a region is slices within a fragment.
+"""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Protocol
 
 import attrs
 import numpy as np
 
-from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.store.encoding import Array
 
 __all__ = ["WHOLE", "Buffer", "HostBuffer", "region_of"]
 
 
 class Buffer(Protocol):
-    """Memory that fragments lie in. Regions are slices within a fragment's box, its start as the origin."""
+    """Memory that fragments lie in."""
 
-    def view(self, fragment: Fragment) -> Array | None:
+    def view(self, shape: tuple[int, ...], run: int) -> Array | None:
         """Return the fragment as a numpy view of the memory itself, or None where the host cannot address it."""
 
-    def get(self, fragment: Fragment, region: tuple[Any, ...]) -> Array:
+    def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
         """Return the elements of a region on the host: a view or a copy."""
 
-    def put(self, fragment: Fragment, region: tuple[Any, ...], values: Array) -> None:
+    def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Set the elements of a region, converting the data type."""
 
     def staged(self) -> "Buffer":
@@ -34,31 +37,29 @@ class HostBuffer:
 
     Examples
     --------
-    >>> from functional_ckpt.spec.box import Box
-    >>> HostBuffer(np.arange(4)).get(Fragment(Box((0,), (2,)), 2), (slice(0, 2),))
+    >>> HostBuffer(np.arange(4)).get((2,), 2, (slice(0, 2),))
     array([2, 3])
     """
 
     array: Array
 
-    def view(self, fragment: Fragment) -> Array:
+    def view(self, shape: tuple[int, ...], run: int) -> Array:
         """Return the fragment as a view."""
-        shape = fragment.box.shape
         if shape == self.array.shape:
             return self.array
-        if fragment.box.size == self.array.size:
+        size = prod(shape)
+        if size == self.array.size:
             return self.array.reshape(shape)
-        flat = self.array.reshape(-1)
-        return flat[fragment.run : fragment.run + fragment.box.size].reshape(shape)
+        return self.array.reshape(-1)[run : run + size].reshape(shape)
 
-    def get(self, fragment: Fragment, region: tuple[Any, ...]) -> Array:
+    def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
         """Return a region as a view."""
-        values: Array = self.view(fragment)[region]
+        values: Array = self.view(shape, run)[region]
         return values
 
-    def put(self, fragment: Fragment, region: tuple[Any, ...], values: Array) -> None:
+    def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Copy `values` into a region."""
-        copy_cast(self.view(fragment)[region], values)
+        copy_cast(self.view(shape, run)[region], values)
 
     def staged(self) -> "HostBuffer":
         """Return a copy."""

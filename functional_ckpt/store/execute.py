@@ -7,27 +7,26 @@ detour over the grid: a small tensor costs two file creations and little else.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import Any, cast
 
 import attrs
 import numpy as np
 import xxhash
 
-from functional_ckpt.errors import CorruptionError, StorageError
-from functional_ckpt.plan.layout import ChunkGrid, Layout, subdivide
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, subdivide
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.save import ArrayPlan, ArrayWrite, SavePlan
+from functional_ckpt.plan.save import SavePlan
+from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.flat import flat_runs
 from functional_ckpt.spec.sharding import Fragment
-from functional_ckpt.store.base import BLOCK_NBYTES, PAGE_NBYTES, Store
+from functional_ckpt.store.assemble import Digest, assemble_and_write
+from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
+from functional_ckpt.store.chunk import check_digest, chunk_nbytes, read_chunk, write_chunk, write_header
 from functional_ckpt.store.encoding import (
     Array,
-    array_metadata,
     as_bytes,
     chunk_name,
     digest,
@@ -36,28 +35,22 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
+from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
 from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 
-__all__ = ["ChunkDigest", "Receipt", "check_chunk", "digest_shared", "read_chunk", "read_plan", "write_plan"]
+__all__ = ["Receipt", "content_digest", "digest_shared", "read_plan", "write_plan"]
 
 OnBytes = Callable[[int], None]
 
 
 @attrs.frozen
-class ChunkDigest:
-    """The digest of chunk number `position` (row-major) of array `key`."""
-
-    key: str
-    position: int
-    digest: bytes
-
-
-@attrs.frozen
 class Receipt:
-    """What one rank wrote: digests of its chunks, and bytes of elements."""
+    """What one rank wrote: digests of its chunks, by numbers in `keys`; bytes of elements; what it sent to others."""
 
-    digests: tuple[ChunkDigest, ...]
+    keys: tuple[str, ...]
+    chunks: ChunkRows
     nbytes: int
+    traffic: Traffic
 
 
 def write_plan(
@@ -66,26 +59,97 @@ def write_plan(
     store: Store,
     budget_nbytes: int,
     on_bytes: OnBytes | None = None,
+    exchange: Exchange | None = None,
 ) -> Receipt:
     """Write what `plan` (restricted to this rank) says, from the rank's `buffers`; shared chunks get no digest yet."""
-    arrays = {array.spec.key: array for array in plan.arrays}
-    headers = {h.key: None for h in plan.headers}
+    failure: Exception | None = None
+    direct: list[Digest] = []
+    work = _direct_work(plan, buffers, store)
+    try:
+        direct = [d for found in run_all(work, budget_nbytes, on_bytes) for d in cast("list[Digest]", found or ())]
+    except Exception as error:
+        failure = error
+    exchange = exchange or LocalExchange()
+    moved, traffic = assemble_and_write(plan, buffers, store, exchange, budget_nbytes, on_bytes, failure)
+    keys = tuple(array.spec.key for array in plan.arrays)
+    return Receipt(keys, _chunk_rows([*direct, *moved]), plan.written_nbytes(exchange.rank), traffic)
+
+
+def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
+    """Digest the chunks that several pieces make up, once all ranks have written."""
+
+    def digested(number: int, chunk: int) -> Digest:
+        array = plan.arrays[number]
+        return number, chunk, digest(read_chunk(store, array.spec, array.layout, array.grid.index(chunk)))
+
+    rows = zip(plan.digest_rows.array.tolist(), plan.digest_rows.chunk.tolist(), strict=True)
+    sizes = [chunk_nbytes(array.layout) for array in plan.arrays]
+    work = [Work(sizes[number], partial(digested, number, chunk), sizes[number]) for number, chunk in rows]
+    keys = tuple(array.spec.key for array in plan.arrays)
+    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes))), 0, Traffic())
+
+
+def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
+    words = np.frombuffer(b"".join([found for _, _, found in digests]), np.int64).reshape(len(digests), 2)
+    return ChunkRows([array for array, _, _ in digests], [chunk for _, chunk, _ in digests], words)
+
+
+def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> list[Work]:
+    """Return the work of all pieces that go straight to storage, and of metadata without any."""
+    rows = plan.pieces.take(plan.pieces.chunk < 0)
+    headers = set(plan.header_rows.array.tolist()) - set(plan.pieces.array[plan.pieces.chunk >= 0].tolist())
     work: list[Work] = []
-    for write in plan.writes:
-        header = write.key in headers
+    columns = (rows.array, rows.shard, rows.run, rows.start, rows.stop)
+    for number, shard, run, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+        array = plan.arrays[number]
+        front = len(start) - len(array.spec.shape)
+        source = _Source(number, array, Box(start[front:], stop[front:]), run, buffers[shard], store)
+        work += source.work(number in headers)
+        headers.discard(number)
+    return work + [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in sorted(headers)]
+
+
+@attrs.frozen(eq=False)
+class _Source:
+    """A region of array number `number` that lies from element `run` on in a buffer, on its way to storage."""
+
+    number: int
+    array: ArrayPlan
+    box: Box
+    run: int
+    buffer: Buffer
+    store: Store
+
+    def work(self, header: bool) -> list[Work]:
+        """Return the work: one piece if it is small, else one per chunk."""
+        pieces = _pieces(self.array.grid, self.box)
+        nbytes = self.box.size * self.array.spec.itemsize
+        if nbytes < SMALL_NBYTES:
+            return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
+        # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
+        held, itemsize = chunk_nbytes(self.array.layout), self.array.spec.itemsize
+        first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
+        return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
+
+    def write(self, pieces: Iterable["_Piece"], header: bool) -> list[Digest]:
+        """Write pieces, and before them the metadata."""
         if header:
-            del headers[write.key]
-        work += _writers(arrays[write.key], write, buffers[write.shard], store, header)
-    work += [Work(0, partial(_write_header, arrays[key], store), 0) for key in headers]  # arrays without cells
-    done = run_all(work, budget_nbytes, on_bytes)
-    digests = tuple(digest for found in done for digest in cast("list[ChunkDigest]", found or ()))
-    return Receipt(digests, sum(piece.nbytes for piece in work))
+            write_header(self.array, self.store)
+        spec, layout, found = self.array.spec, self.array.layout, []
+        for piece in pieces:
+            values = self.buffer.get(self.box.shape, self.run, _region(self.box, piece.box))
+            if piece.whole:
+                found.append((self.number, piece.position, write_chunk(self.store, spec, layout, piece.box, values)))
+            else:
+                from functional_ckpt.store.zarr import open_array, write_box
+
+                write_box(open_array(self.store, spec, layout), spec.key, piece.box, values, layout)
+        return found
 
 
 def content_digest(buffer: Buffer, spec: ArraySpec) -> bytes:
     """Return the digest of a whole array in a buffer, looking at a few MiB at a time wherever it lies."""
-    whole = Fragment(spec.box, 0)
-    view = buffer.view(whole)
+    view = buffer.view(spec.shape, 0)
     if view is not None and view.flags.c_contiguous:
         return digest(view)
     free = (False,) * len(spec.shape)
@@ -93,22 +157,8 @@ def content_digest(buffer: Buffer, spec: ArraySpec) -> bytes:
     hasher = xxhash.xxh3_128()
     # Leading axes are split first, so that the pieces in order are the array in C order.
     for piece in _pieces(ChunkGrid(spec.shape, chunk), spec.box):
-        hasher.update(as_bytes(buffer.get(whole, _region(spec.box, piece.box))))
+        hasher.update(as_bytes(buffer.get(spec.shape, 0, _region(spec.box, piece.box))))
     return hasher.digest()
-
-
-def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> tuple[ChunkDigest, ...]:
-    """Digest the chunks that several pieces make up, once all ranks have written."""
-    arrays = {array.spec.key: array for array in plan.arrays}
-
-    def digester(array: ArrayPlan, index: tuple[int, ...]) -> Callable[[], ChunkDigest]:
-        return lambda: ChunkDigest(
-            array.spec.key, array.grid.position(index), digest(read_chunk(store, array.spec, array.layout, index))
-        )
-
-    sizes = {key: _chunk_nbytes(array.layout) for key, array in arrays.items()}
-    work = [Work(sizes[d.key], digester(arrays[d.key], d.index), sizes[d.key]) for d in plan.digests]
-    return tuple(cast("list[ChunkDigest]", run_all(work, budget_nbytes)))
 
 
 def read_plan(
@@ -129,126 +179,11 @@ def read_plan(
     """
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
-        buffers[fill.shard].put(fill.target, region, np.zeros((), np.int8))
+        buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
     work: list[Work] = []
     for read in plan.reads:
         work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
     run_all(work, budget_nbytes, on_bytes)
-
-
-def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> StorageError | None:
-    """Return a problem if a chunk is missing, or a plain one has not the size that its shape says."""
-    name = chunk_name(index)
-    try:
-        found = store.nbytes_of(f"{node_name(entry.spec.key)}/{name}")
-    except StorageError as error:
-        return attrs.evolve(error, key=entry.spec.key, chunk=name)
-    expected = _chunk_nbytes(entry.layout)
-    if found is None or (is_raw(entry.layout) and found != expected):
-        what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
-        offset = entry.grid.box(index).start
-        return CorruptionError(
-            what, entry.spec.key, None, entry.spec.shape, offset, f"{expected} bytes",
-            "nothing" if found is None else f"{found} bytes", "Restore the file, or load another checkpoint",
-            chunk=name,
-        )  # fmt: skip
-    return None
-
-
-def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...], part: Box | None = None) -> Array:
-    """Return the cells of one chunk, clipped to the array: a view of mapped bytes where chunks are plain.
-
-    With `part` (in the chunk's coordinates) only those cells will be looked at, so that nothing else is fetched.
-    """
-    box = ChunkGrid(spec.shape, layout.chunk).box(index)
-    if is_raw(layout):
-        mapped = store.map(f"{node_name(spec.key)}/{chunk_name(index)}", _byte_ranges(spec, layout, part))
-        if len(mapped) != _chunk_nbytes(layout):
-            raise CorruptionError(
-                "a stored chunk has a wrong size", spec.key, None, spec.shape, box.start,
-                f"{_chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
-            )  # fmt: skip
-        whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
-        clipped: Array = whole[region_of(box.start, box.start, box.stop)]
-        return clipped
-    from functional_ckpt.store.zarr import open_array, read_box
-
-    _check_memory(spec, layout, index)
-    return read_box(open_array(store, spec, layout), spec, box)
-
-
-def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> None:
-    """Raise `CorruptionError` unless a chunk can be decoded: TensorStore aborts the process where memory is lacking."""
-    nbytes = _chunk_nbytes(layout)
-    try:
-        np.empty(2 * nbytes, np.uint8)  # decoded, and as the result; never touched
-    except (MemoryError, ValueError, OverflowError):
-        raise CorruptionError(
-            "a stored chunk does not fit into memory", spec.key, None, spec.shape, found=f"{nbytes} bytes",
-            chunk=chunk_name(index),
-        ) from None  # fmt: skip
-
-
-def _byte_ranges(spec: ArraySpec, layout: Layout, part: Box | None) -> list[tuple[int, int]]:
-    """Return the bytes of a plain chunk that hold `part`; nothing where its rows are shorter than a page."""
-    if part is None:
-        return []
-    runs = flat_runs(layout.chunk, part)
-    if not runs or (runs[0][1] - runs[0][0]) * spec.itemsize < PAGE_NBYTES:
-        return []
-    return [(start * spec.itemsize, stop * spec.itemsize) for start, stop in runs]
-
-
-def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
-    """Raise `CorruptionError` if `found` is a digest and not the one saved for chunk number `position`."""
-    expected = entry.digest(position)
-    if found is not None and found != expected:
-        index = entry.grid.index(position)
-        raise CorruptionError(
-            "stored bytes differ from what was saved", entry.spec.key, None,
-            entry.spec.shape, entry.grid.box(index).start, expected.hex(), found.hex(),
-            "Restore the file, or load another checkpoint", chunk=chunk_name(index),
-        )  # fmt: skip
-
-
-def _write_header(array: ArrayPlan, store: Store) -> None:
-    text = array_metadata(array.spec, array.layout)
-    store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
-
-
-def _writers(array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store, header: bool) -> list[Work]:
-    """Return the work of one write: one piece if it is small, else one per chunk."""
-    itemsize, pieces = array.spec.itemsize, _pieces(array.grid, write.box)
-    nbytes = write.box.size * itemsize
-    make = partial(_write_pieces, array, write, buffer, store)
-    if nbytes < SMALL_NBYTES:
-        return [Work(nbytes, partial(make, pieces, header), nbytes)]
-    # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
-    held = _chunk_nbytes(array.layout)
-    first = [Work(0, partial(_write_header, array, store), 0)] if header else []
-    return first + [Work(piece.box.size * itemsize, partial(make, (piece,), False), held) for piece in pieces]
-
-
-def _write_pieces(
-    array: ArrayPlan, write: ArrayWrite, buffer: Buffer, store: Store, pieces: Iterable["_Piece"], header: bool
-) -> list[ChunkDigest]:
-    if header:
-        _write_header(array, store)
-    spec, layout = array.spec, array.layout
-    fragment, node = Fragment(write.box, write.run), node_name(spec.key)
-    found: list[ChunkDigest] = []
-    for piece in pieces:
-        values = buffer.get(fragment, _region(write.box, piece.box))
-        if piece.whole and is_raw(layout):
-            made = _create_chunk(store, f"{node}/{chunk_name(piece.index)}", values, layout)
-        else:
-            from functional_ckpt.store.zarr import open_array, write_box
-
-            write_box(open_array(store, spec, layout), spec.key, piece.box, values, layout)
-            made = digest(values) if piece.whole else b""
-        if piece.whole:
-            found.append(ChunkDigest(spec.key, piece.position, made))
-    return found
 
 
 @attrs.frozen
@@ -277,23 +212,6 @@ def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
     return WHOLE if piece is outer else region_of(outer.start, piece.start, piece.stop)
 
 
-def _create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
-    """Write a whole plain chunk and return its digest."""
-    nbytes = _chunk_nbytes(layout)
-    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks whole; the cells outside are zero
-        padded = np.zeros(layout.chunk, values.dtype)
-        padded[tuple(slice(0, n) for n in values.shape)] = values
-        store.create(name, [as_bytes(padded)], nbytes)
-        return digest(values)
-    data = as_bytes(values)
-    if len(data) <= BLOCK_NBYTES:
-        store.create(name, [data], nbytes)
-        return digest_bytes(data)
-    hasher = xxhash.xxh3_128()
-    store.create(name, [data], nbytes, hasher.update)
-    return hasher.digest()
-
-
 def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, verify: str) -> list[Work]:
     """Return the work of one read: one piece if it is small, else one per chunk."""
     itemsize, pieces = entry.spec.itemsize, _pieces(entry.grid, read.box)
@@ -302,14 +220,14 @@ def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, v
     if nbytes < SMALL_NBYTES and is_raw(entry.layout):
         return [Work(nbytes, partial(fill, pieces), nbytes)]
     # Read in place or from a map, unless a codec has to be undone or all of a chunk is to be digested.
-    held = _chunk_nbytes(entry.layout)
+    held = chunk_nbytes(entry.layout)
     return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]
 
 
 def _read_pieces(
     entry: ArrayEntry, target: Fragment, buffer: Buffer, store: Store, verify: str, pieces: Iterable[_Piece]
 ) -> None:
-    view, node = buffer.view(target), node_name(entry.spec.key)
+    view, node = buffer.view(target.box.shape, target.run), node_name(entry.spec.key)
     for piece in pieces:
         region = _region(target.box, piece.box)
         into = view[region] if piece.whole and view is not None else None
@@ -317,7 +235,7 @@ def _read_pieces(
             name = f"{node}/{chunk_name(piece.index)}"
             check_digest(entry, piece.position, _read_direct(store, name, as_bytes(into), verify != "none"))
         else:
-            buffer.put(target, region, _read_piece(entry, piece, store, verify))
+            buffer.put(target.box.shape, target.run, region, _read_piece(entry, piece, store, verify))
 
 
 def _read_piece(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
@@ -353,7 +271,3 @@ def _is_direct(into: Array, spec: ArraySpec, layout: Layout) -> bool:
         and into.dtype == numpy_dtype(spec.dtype)
         and into.shape[1:] == layout.chunk[1:]
     )
-
-
-def _chunk_nbytes(layout: Layout) -> int:
-    return prod(layout.chunk) * numpy_dtype(layout.stored).itemsize

@@ -14,9 +14,9 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
 from functional_ckpt.store.base import Store
+from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
 from functional_ckpt.store.encoding import array_metadata, digest, node_name
-from functional_ckpt.store.execute import check_chunk, check_digest, read_chunk
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 

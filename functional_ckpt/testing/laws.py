@@ -11,11 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from functional_ckpt.plan.layout import ChunkGrid, Layout, LayoutPolicy
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, LayoutPolicy
 from functional_ckpt.plan.load import ArrayRead, Fill, LoadPlan, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.replica import Holder
-from functional_ckpt.plan.save import ArrayPlan, ArrayWrite, SavePlan, plan_save
+from functional_ckpt.plan.save import ArrayWrite, Move, SavePlan, plan_save
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment, ShardSpec, World, fragments
@@ -27,6 +26,8 @@ __all__ = [
 ]  # fmt: skip
 
 Array: TypeAlias = NDArray[Any]
+#: (rank, position among the rank's shards, shard)
+Holder: TypeAlias = tuple[int, int, ShardSpec]
 #: A world, or the shards of each rank under its number.
 AnyWorld: TypeAlias = World | Mapping[int, Iterable[ShardSpec]]
 
@@ -123,9 +124,10 @@ def check_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, l
     fits = all(1 <= c <= max(n, 1) for c, n in zip(layout.chunk, whole, strict=True))
     require(fits, f"{array.key!r}: chunk {layout.chunk} does not fit {whole}")
     nbytes = int(np.prod(layout.chunk, dtype=object)) * array.itemsize
-    if layout.rung == "shared":
-        limit = max(policy.shared_chunk_nbytes, array.itemsize)
-        require(nbytes <= limit, f"{array.key!r}: a shared chunk has {nbytes} bytes, over {limit}")
+    sizes = {"shared": policy.shared_chunk_nbytes, "owned": policy.target_chunk_nbytes}
+    if layout.rung in sizes:
+        limit = max(sizes[layout.rung], array.itemsize)
+        require(nbytes <= limit, f"{array.key!r}: a chunk that is {layout.rung} has {nbytes} bytes, over {limit}")
         return
     for index, touching in _touching(ChunkGrid(whole, layout.chunk), boxes).items():
         require(len(touching) == 1, f"{array.key!r}: exclusive chunk {index} is touched by {len(touching)} boxes")
@@ -154,8 +156,9 @@ def check_writers(holders: Sequence[Holder], writers: Sequence[Holder]) -> None:
 def check_plan(plan: SavePlan, world: AnyWorld) -> None:
     """Check that `plan` writes every cell of every array of `world` once, from a rank that holds it.
 
-    Also: one header per array, no exclusive chunk with two writers, and a digest for exactly the chunks that are
-    written in several pieces, by a rank that writes to the chunk.
+    Also: one header per array, no exclusive chunk with two writers, a digest for exactly the chunks that are written
+    in several pieces, by a rank that writes to the chunk, and one owner for each chunk that pieces move to, who holds
+    a largest of them.
 
     Examples
     --------
@@ -173,19 +176,36 @@ def check_plan(plan: SavePlan, world: AnyWorld) -> None:
         require(header.rank in ranks, f"{key!r}: rank {header.rank} writes the header and does not hold the array")
         require(array.spec == holders[key][0][2].array, f"{key!r}: the plan has another array: {array.spec}")
         writes = [write for write in plan.writes if write.key == key]
-        _check_counts(key, array.spec.box, [write.box for write in writes], "written", "times")
+        moves = [move for move in plan.moves if move.key == key]
+        boxes = [write.box for write in writes] + [move.box for move in moves]
+        _check_counts(key, array.spec.box, boxes, "written", "times")
         known = {(rank, at, f) for rank, at, shard in holders[key] for f in fragments(shard)}
         for write in writes:
             place = (write.rank, write.shard, Fragment(write.box, write.run))
             require(place in known, f"{key!r}: {write} is not a fragment that its rank holds")
+        for move in moves:
+            require((move.source, move.shard, move.fragment) in known, f"{key!r}: {move} is not of what its rank holds")
+        _check_owners(array, moves)
         _check_digests(array, writes, plan)
+
+
+def _check_owners(array: ArrayPlan, moves: Sequence[Move]) -> None:
+    key, chunks = array.spec.key, {move.index: [m for m in moves if m.index == move.index] for move in moves}
+    require(not moves or array.layout.rung == "owned", f"{key!r}: pieces move, on the rung {array.layout.rung}")
+    for index, pieces in chunks.items():
+        inside = all(array.grid.box(index).contains(move.box) for move in pieces)
+        require(inside, f"{key!r}: pieces of chunk {index} leave it")
+        require(len({(m.target, m.wave) for m in pieces}) == 1, f"{key!r}: chunk {index} has two owners or waves")
+        largest = max(move.box.size for move in pieces)
+        rivals = {move.source for move in pieces if move.box.size == largest}
+        require(pieces[0].target in rivals, f"{key!r}: the owner of chunk {index} is none of {sorted(rivals)}")
 
 
 def _check_digests(array: ArrayPlan, writes: Sequence[ArrayWrite], plan: SavePlan) -> None:
     key = array.spec.key
     touching = _touching(array.grid, [write.box for write in writes])
     several = {index: {writes[i].rank for i in found} for index, found in touching.items() if len(found) > 1}
-    require(not several or array.layout.rung != "exclusive", f"{key!r}: exclusive chunks with two writers: {several}")
+    require(not several or array.layout.rung == "shared", f"{key!r}: chunks with two writers: {several}")
     digests = [digest for digest in plan.digests if digest.key == key]
     indices = sorted(digest.index for digest in digests)
     require(indices == sorted(several), f"{key!r}: digested are {indices}, in pieces {sorted(several)}")
@@ -220,7 +240,11 @@ def check_load_plan(plan: LoadPlan, stored: Mapping[str, ArrayEntry], wanted: Se
 
 
 def check_reshard(
-    source: World, target: World, arrays: Mapping[str, Array], policy: LayoutPolicy | None = None
+    source: World,
+    target: World,
+    arrays: Mapping[str, Array],
+    policy: LayoutPolicy | None = None,
+    owned_ok: bool = True,
 ) -> None:
     """Check that what `source` saves is what `target` loads, bit for bit, by moving cells as the plans say.
 
@@ -232,23 +256,33 @@ def check_reshard(
     >>> rows = World([[ShardSpec(w, Box((i,), (i + 1,)))] for i in range(4)])
     >>> check_reshard(rows, World([[ShardSpec(w, w.box)]]), {"w": np.arange(4, dtype="int8")})
     """
-    plan = plan_save(source, policy or LayoutPolicy())
+    plan = plan_save(source, policy or LayoutPolicy(), owned_ok=owned_ok)
     buffers = model.deal(source, arrays)
     stored = {key: _inverted(array) for key, array in arrays.items()}
     for write in plan.writes:
-        flat = buffers[write.rank][write.shard].reshape(-1)
-        stored[write.key][write.box.slices] = flat[write.run : write.run + write.box.size].reshape(write.box.shape)
+        fragment = _fragment(buffers[write.rank][write.shard], Fragment(write.box, write.run))
+        stored[write.key][write.box.slices] = fragment
+    for move in plan.moves:
+        require(move.shard is not None and move.fragment is not None, f"{move} says not where it comes from")
+        if move.shard is not None and move.fragment is not None:
+            part = _fragment(buffers[move.source][move.shard], move.fragment)
+            stored[move.key][move.box.slices] = part[move.box.relative_to(move.fragment.box).slices]
     entries = {a.spec.key: ArrayEntry(a.spec, a.layout, bytes(16 * a.grid.size)) for a in plan.arrays}
     for rank, wanted in enumerate(target.ranks):
         loads = plan_load(entries, wanted)
         filled = [_inverted(model.view(shard, arrays[shard.key])) for shard in wanted]
         for read in loads.reads:
-            run, box = read.target.run, read.target.box
-            part = filled[read.shard].reshape(-1)[run : run + box.size].reshape(box.shape)
-            part[read.box.relative_to(box).slices] = stored[read.key][read.box.slices]
+            part = _fragment(filled[read.shard], read.target)
+            part[read.box.relative_to(read.target.box).slices] = stored[read.key][read.box.slices]
         for shard, local in zip(wanted, filled, strict=True):
             same = model.bits(local) == model.bits(model.view(shard, arrays[shard.key]))
             require(same, f"{shard.key!r}: rank {rank} loads other bits than were saved, at {shard.box.start}")
+
+
+def _fragment(buffer: Array, fragment: Fragment) -> Array:
+    """Return a fragment of a C-order buffer as a view."""
+    flat = buffer.reshape(-1)[fragment.run : fragment.run + fragment.box.size]
+    return flat.reshape(fragment.box.shape)
 
 
 def _inverted(array: Array) -> Array:

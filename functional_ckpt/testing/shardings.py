@@ -11,6 +11,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from functional_ckpt.spec.array import DTYPES, ArraySpec, ObjectSpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
 from functional_ckpt.spec.placement import (
     Placement,
     Replicate,
@@ -35,8 +36,8 @@ from functional_ckpt.testing.regions import (
 )
 
 __all__ = [
-    "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_worlds",
-    "placements", "regular_shards", "regular_worlds", "replica_ids", "shardings", "shards", "worlds",
+    "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_arrays",
+    "placed_worlds", "placements", "regular_shards", "regular_worlds", "replica_ids", "shardings", "shards", "worlds",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -215,6 +216,26 @@ def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: in
 
 
 @st.composite
+def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[PlacedArray]:
+    """Generate arrays placed on one or two meshes, whose ranks come in any order; up to `spare` ranks are on neither.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(placed_arrays(), lambda placed: len(placed) == 2)[1].sharding.copies
+    1
+    """
+    shapes_of = draw(st.lists(meshes(2), min_size=1, max_size=2))
+    ranks = range(max(map(prod, shapes_of)) + draw(st.integers(0, spare)))
+    known = [Mesh(shape, draw(st.permutations(ranks))[: prod(shape)]) for shape in shapes_of]
+    placed: list[PlacedArray] = []
+    for key in draw(st.lists(keys(), max_size=max_arrays, unique=True)):
+        array, mesh = draw(array_specs(key)), draw(st.sampled_from(known))
+        placed.append(PlacedArray(array, Sharding(mesh, draw(placements(mesh.shape, len(array.shape))))))
+    return placed
+
+
+@st.composite
 def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
     """Generate valid worlds that hold `array`: any tiling, parts of it flattened, replicated and dealt to ranks.
 
@@ -223,9 +244,10 @@ def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
     Examples
     --------
     >>> from hypothesis import find
-    >>> world = find(shardings(ArraySpec("w", (4,), "int8")), lambda world: len(world.ranks[0]) == 2)
-    >>> [shard.box for shard in world.ranks[0]]
-    [Box(start=(0,), stop=(1,)), Box(start=(1,), stop=(4,))]
+    >>> two_parts = lambda world: sum(shard.size > 0 for shard in world.ranks[0]) == 2
+    >>> world = find(shardings(ArraySpec("w", (4,), "int8")), two_parts)
+    >>> sum(shard.size for shard in world.ranks[0])
+    4
     """
     kind = draw(st.sampled_from([*_TILINGS, "placements"]))
     event(f"sharding: {kind}")

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
+import numpy as np
+
+from functional_ckpt.store.encoding import Array
 
 __all__ = ["SimulatedGather", "run_ranks", "try_ranks"]
 
@@ -20,6 +23,7 @@ class _Mail:
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.sent: list[list[bytes]] = [[] for _ in range(size)]
+        self.letters: dict[tuple[int, int], list[bytes]] = {}
         self.ended = [False] * size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
@@ -32,7 +36,7 @@ class _Mail:
 
 @attrs.frozen(eq=False)
 class SimulatedGather:
-    """A `functional_ckpt.comm.Gather` of one simulated rank; made by `run_ranks`.
+    """A `functional_ckpt.comm.Gather` and `Exchange` of one simulated rank; made by `run_ranks`.
 
     Raises
     ------
@@ -61,6 +65,26 @@ class SimulatedGather:
             if waited_for:
                 raise RuntimeError(f"ranks {waited_for} did not take part in exchange {turn}")
             return [pickle.loads(sent[turn]) for sent in mail.sent]  # noqa: S301 - our own bytes
+
+    def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
+        """Send bytes to `target` and return the `nbytes` that come from `source`."""
+        mail = self._mail
+        with mail.changed:
+            if len(outgoing):
+                mail.letters.setdefault((self.rank, target), []).append(outgoing.tobytes())
+                mail.changed.notify_all()
+            if not nbytes:
+                return np.empty(0, np.uint8)
+            mail.changed.wait_for(lambda: self._has_letter(source) or mail.ended[source], mail.timeout_s)
+            if not self._has_letter(source):
+                raise RuntimeError(f"rank {source} did not send its piece")
+            letter = mail.letters[source, self.rank].pop(0)
+        if len(letter) != nbytes:
+            raise RuntimeError(f"rank {source} sent {len(letter)} bytes, {nbytes} were expected")
+        return np.frombuffer(letter, np.uint8)
+
+    def _has_letter(self, source: int) -> bool:
+        return bool(self._mail.letters.get((source, self.rank)))
 
     def _waits_for(self, turn: int) -> list[int]:
         return [rank for rank, sent in enumerate(self._mail.sent) if len(sent) <= turn]

@@ -14,10 +14,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import RankFailedError, SpecError
+from functional_ckpt.store.encoding import Array
 
 __all__ = ["TorchGather", "torch_gather"]
 
 T = TypeVar("T")
+_TAG = 1
 
 
 def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
@@ -53,23 +55,29 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
     if rank < 0:
         raise SpecError("this process is not a member of the process group", rank=dist.get_rank())
     size = dist.get_world_size(parent)
+    members = tuple(dist.get_process_group_ranks(parent))
     if size == 1:
-        return LocalGather()
+        return LocalGather(members=members)
     links = _LINKS.setdefault(parent, {})
     if (timeout_s, purpose) not in links:
         # Named by their order, which is that of the calls on every rank, so that ranks with other timeouts meet too.
         name = f"{purpose}/{sum(known == purpose for _, known in links)}"
-        links[timeout_s, purpose] = _Link(parent.get_group_store(), rank, size, timeout_s, name)
+        links[timeout_s, purpose] = _Link(parent.get_group_store(), rank, members, timeout_s, name)
     return links[timeout_s, purpose].gather()
 
 
 @attrs.frozen(eq=False)
 class TorchGather:
-    """Exchanges small picklable values over gloo; data never passes through it."""
+    """Gathers small picklable values and exchanges bytes over gloo; `members` are the ranks' numbers in the world."""
 
     rank: int
-    size: int
+    members: tuple[int, ...]
     _line: "_Line"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank.
@@ -85,6 +93,16 @@ class TorchGather:
             if not picklable:
                 raise RankFailedError("a rank holds what cannot travel to the others", None, rank, found=answer)
         return [answer for _, answer in found]
+
+    def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
+        """Send bytes to `target` and return the `nbytes` that come from `source`.
+
+        Raises
+        ------
+        RankFailedError
+            If a rank died or does not answer in time; names it.
+        """
+        return self._line.swap(target, outgoing, source, nbytes)
 
 
 def _pickled(value: Any) -> bytes:
@@ -102,11 +120,11 @@ class _Link:
     the groups of this process, so ranks that belong to different numbers of groups would wait for each other forever.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> None:
+    def __init__(self, store: Any, rank: int, members: tuple[int, ...], timeout_s: float, name: str) -> None:
         # A client of its own: the parent's is blocked while another thread waits for something in it.
         store = store.clone() if hasattr(store, "clone") else store
         self._store = PrefixStore(f"functional_ckpt/{name}", store)
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._rank, self._members, self._timeout_s = rank, members, timeout_s
         self._number = 0
         self._open: TorchGather | None = None
 
@@ -115,9 +133,9 @@ class _Link:
         while self._store.check([f"{self._number}/broken"]):
             self._number, self._open = self._number + 1, None
         if self._open is None:
-            line = _Line(PrefixStore(str(self._number), self._store), self._rank, self._size)
+            line = _Line(PrefixStore(str(self._number), self._store), self._rank, len(self._members))
             line.connect(self._timeout_s)
-            self._open = TorchGather(self._rank, self._size, line)
+            self._open = TorchGather(self._rank, self._members, line)
         return self._open
 
     def close(self) -> None:
@@ -145,6 +163,24 @@ class _Line:
     def exchange(self, text: bytes) -> list[bytes]:
         """Return the texts of all ranks."""
         return self._watch(lambda: self._exchange(text))
+
+    def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
+        """Send to one rank and receive from another."""
+        return self._watch(lambda: self._swap(target, outgoing, source, nbytes))
+
+    def _swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
+        if self.gloo is None:
+            raise ConnectionError("broken by an earlier failure")
+        # Torch warns of memory that it must not write; sending reads it.
+        sent = torch.from_numpy(outgoing if outgoing.flags.writeable else outgoing.copy())
+        leaving = self.gloo.send([sent], target, _TAG) if len(outgoing) else None
+        received = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            self.gloo.recv([received], source, _TAG).wait()
+        if leaving is not None:
+            leaving.wait()
+        found: Array = received.numpy()
+        return found
 
     def _exchange(self, text: bytes) -> list[bytes]:
         if self.gloo is None:

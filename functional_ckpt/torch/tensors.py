@@ -1,19 +1,22 @@
 """Torch tensors and DTensors as leaves: their specs, host views, and filling them in place."""
 
 from collections.abc import Hashable
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from functional_ckpt.errors import DTypeError, SpecError, UnsupportedLeafError
 from functional_ckpt.leaves import HeldArray, Target
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard, from_placements
-from functional_ckpt.spec.sharding import Fragment, ShardSpec
+from functional_ckpt.spec.mesh import Mesh, Sharding
+from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
 from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 
@@ -59,17 +62,17 @@ class DeviceBuffer:
 
     tensor: torch.Tensor
 
-    def view(self, fragment: Fragment) -> Array | None:
+    def view(self, shape: tuple[int, ...], run: int) -> Array | None:
         """Return None: there is no host view."""
         return None
 
-    def get(self, fragment: Fragment, region: tuple[Any, ...]) -> Array:
+    def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
         """Copy a region to the host."""
-        return host_view(self._piece(fragment, region).cpu())
+        return host_view(self._piece(shape, run, region).cpu())
 
-    def put(self, fragment: Fragment, region: tuple[Any, ...], values: Array) -> None:
+    def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Copy a region to the device; a change of data type happens on the host, by the same rule as there."""
-        piece = self._piece(fragment, region)
+        piece = self._piece(shape, run, region)
         name = DTYPE_NAMES[piece.dtype]
         host = np.empty(tuple(piece.shape), numpy_dtype(name))
         copy_cast(host, values)
@@ -79,12 +82,11 @@ class DeviceBuffer:
         """Return a copy on the host."""
         return HostBuffer(host_view(self.tensor.cpu()))
 
-    def _piece(self, fragment: Fragment, region: tuple[Any, ...]) -> torch.Tensor:
-        shape = fragment.box.shape
-        if fragment.box.size == self.tensor.numel():
+    def _piece(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> torch.Tensor:
+        size = prod(shape)
+        if size == self.tensor.numel():
             return self.tensor.reshape(shape)[region]
-        flat = self.tensor.view(-1)
-        return flat[fragment.run : fragment.run + fragment.box.size].view(shape)[region]
+        return self.tensor.view(-1)[run : run + size].view(shape)[region]
 
 
 class TorchLeaves:
@@ -99,7 +101,7 @@ class TorchLeaves:
         _check_type(key, leaf)
         if leaf.is_meta:
             raise UnsupportedLeafError("a meta tensor has no data to save", key, rank, tuple(leaf.shape))
-        return self._held(key, leaf, rank)
+        return self._held(key, leaf)
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a tensor that is loaded."""
@@ -111,7 +113,7 @@ class TorchLeaves:
         elif any(step == 0 and n > 1 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
             raise SpecError("an expanded tensor has too little memory to be filled", key, rank, tuple(leaf.shape),
                             remedy="Pass a contiguous copy")  # fmt: skip
-        return Target(self._held(key, leaf, rank), lambda: leaf)
+        return Target(self._held(key, leaf), lambda: leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -124,7 +126,7 @@ class TorchLeaves:
         """Return a new tensor on the CPU."""
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
-    def _held(self, key: str, leaf: torch.Tensor, rank: int) -> HeldArray:
+    def _held(self, key: str, leaf: torch.Tensor) -> HeldArray:
         spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
         if isinstance(leaf, DTensor):
             local = leaf.to_local().detach()
@@ -132,26 +134,29 @@ class TorchLeaves:
             # long as `leaf`, which `local` does not, so that another would get its id).
             empty = (local.untyped_storage()._cdata, spec.shape, spec.dtype, leaf.placements)
             identity = _identity(local, leaf.placements) if local.numel() else empty
-            return HeldArray(spec, _placed_parts(spec, leaf, local), False, identity)
+            sharding, buffers = _placed(spec, leaf, local)
+            return HeldArray(spec, buffers, False, identity, sharding, place=dist.get_rank())
         plain = leaf.detach() if leaf.requires_grad else leaf
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
-        shard = ShardSpec(spec, spec.box, rank)
-        return HeldArray(spec, ((shard, _buffer(plain)),), True, _identity(leaf, ()))
+        return HeldArray(spec, (_buffer(plain),), True, _identity(leaf, ()))
 
 
-def _placed_parts(spec: ArraySpec, leaf: DTensor, local: torch.Tensor) -> tuple[tuple[ShardSpec, Buffer], ...]:
-    mesh = leaf.device_mesh
-    placements = tuple(_placement(spec.key, p) for p in leaf.placements)
-    placed = from_placements(spec, tuple(mesh.shape), mesh.get_coordinate(), placements)
-    parts: list[tuple[ShardSpec, Buffer]] = []
-    for part in placed:
+def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor) -> tuple[Sharding, tuple[Buffer, ...]]:
+    sharding = Sharding(_mesh(leaf.device_mesh), tuple(_placement(spec.key, p) for p in leaf.placements))
+    buffers: list[Buffer] = []
+    for part in sharding.parts(spec, dist.get_rank()):
         if not Box.from_shape(tuple(local.shape)).contains(part.local):
             raise SpecError("a DTensor's local tensor does not fit its placements", spec.key, None, spec.shape,
                             part.shard.box.start, part.local.shape, tuple(local.shape))  # fmt: skip
-        piece = local[part.local.slices] if part.local.size else local
-        parts.append((part.shard, _buffer(piece)))
-    return tuple(parts)
+        buffers.append(_buffer(local[part.local.slices] if part.local.size else local))
+    return sharding, tuple(buffers)
+
+
+@lru_cache(maxsize=64)
+def _mesh(mesh: Any) -> Mesh:
+    """Return a device mesh as a value."""
+    return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
 def _placement(key: str, placement: Any) -> Placement:

@@ -17,9 +17,11 @@ def policy(**layout):
     return fc.SavePolicy(layout=fc.LayoutPolicy(**layout), timeout_s=30)
 
 
-def rounds(path, count, chosen):
+def rounds(path, count, chosen, group):
     """Save `count` times rows and columns that end within chunks of the neighbours'."""
     from torch.distributed.tensor import Shard, distribute_tensor
+
+    from functional_ckpt.torch.group import torch_gather
 
     for n in range(count):
         state = {
@@ -29,21 +31,27 @@ def rounds(path, count, chosen):
             for axis, name in enumerate(("rows", "columns"))
             for size in (5, 101, 1024)
         }
-        manifest = fc.save(state, path / str(n), policy=chosen)
+        manifest = fc.save(state, path / str(n), policy=chosen, process_group=group(torch_gather(None, 30.0, "sync")))
     return {entry.spec.key: entry.layout.rung for entry in manifest.arrays}
 
 
+SMALL = {"shared_chunk_nbytes": 4000, "target_chunk_nbytes": 4000}
 SHARED = {
     "one chunk": policy(),
-    "small chunks": policy(shared_chunk_nbytes=1000, min_chunk_nbytes=2**20),
-    "codecs": policy(codecs=(("", ("zstd", "crc32c")),), shared_chunk_nbytes=4000),
+    "small chunks": policy(shared_chunk_nbytes=1000, target_chunk_nbytes=1000, min_chunk_nbytes=2**20),
+    "codecs": policy(codecs=(("", ("zstd", "crc32c")),), **SMALL),
 }
 
 
+def as_it_is(gather):
+    return gather
+
+
+@pytest.mark.parametrize("rung", ["shared", "owned"])
 @pytest.mark.parametrize("chosen", SHARED.values(), ids=SHARED)
-def test_ranks_that_share_chunks_lose_nothing(four, tmp_path, chosen):
-    rungs = four.run(rounds, tmp_path, ROUNDS, chosen)[0]
-    assert set(rungs.values()) == {"shared"}
+def test_chunks_of_several_ranks_lose_nothing(four, tmp_path, chosen, rung, gather_only):
+    rungs = four.run(rounds, tmp_path, ROUNDS, chosen, gather_only if rung == "shared" else as_it_is)[0]
+    assert set(rungs.values()) == {rung}
     for n in range(ROUNDS):
         report = fc.verify(tmp_path / str(n))
         assert report.ok, report.problems
@@ -63,7 +71,7 @@ def irregular(path):
         "both": distribute_tensor(whole, launch.mesh(2, 2), [Shard(0), Shard(1)], src_data_rank=None),
     }
     found = {}
-    for name, chosen in (("shared", policy()), ("cells", policy(min_chunk_nbytes=0))):
+    for name, chosen in (("owned", policy()), ("cells", policy(min_chunk_nbytes=0))):
         manifest = fc.save(state, path / name, policy=chosen)
         found[name] = {entry.spec.key: (entry.layout.rung, entry.layout.chunk) for entry in manifest.arrays}
     return found
@@ -71,7 +79,7 @@ def irregular(path):
 
 def test_irregular_faces(four, tmp_path):
     layouts = four.run(irregular, tmp_path)[0]
-    assert layouts["shared"] == {"rows": ("shared", (10, 13)), "both": ("shared", (10, 13))}
+    assert layouts["owned"] == {"rows": ("owned", (10, 13)), "both": ("owned", (10, 13))}
     assert {rung for rung, _ in layouts["cells"].values()} == {"exclusive"}
     assert layouts["cells"]["rows"] == ("exclusive", (1, 13))
     for name in layouts:
@@ -97,7 +105,7 @@ def boxes(path):
 
 def test_ranks_load_boxes_of_their_own(four, tmp_path):
     four.run(irregular, tmp_path)
-    four.run(boxes, tmp_path / "shared")
+    four.run(boxes, tmp_path / "owned")
     four.run(boxes, tmp_path / "cells")
 
 

@@ -99,9 +99,9 @@ def test_zarr_reads_what_ranks_wrote(four, tmp_path):
         np.testing.assert_array_equal(group[key][:], full(key).numpy(), key)
 
 
-def test_small_shards_share_chunks_by_default(four, tmp_path):
+def test_small_shards_end_in_owned_chunks_by_default(four, tmp_path):
     rungs = dict(zip(sorted(TENSORS), four.run(save_1d, tmp_path / "a", SHARED)[0], strict=True))
-    assert rungs["rows"] == rungs["uneven"] == "shared"
+    assert rungs["rows"] == rungs["uneven"] == "owned"
     assert rungs["copies"] == "exclusive"
 
 

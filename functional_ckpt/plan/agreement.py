@@ -1,0 +1,129 @@
+"""What ranks tell one another before a save: a few digests each, whatever they hold.
+
+Ranks that describe the world alike need no more: each plans its own part. Ranks that have planned the same world
+before need no plan. Only otherwise do they gather what they hold.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from zlib import crc32
+
+import attrs
+import numpy as np
+
+from functional_ckpt.plan.local import needs_gathering
+from functional_ckpt.plan.state import EMPTY_TEXTS, LocalState
+from functional_ckpt.spec.columns import Columns, Ints, mix, ravelled
+from functional_ckpt.spec.mesh import Sharding
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.table import ShardTable
+
+__all__ = ["Proposal", "contents_agree", "is_plannable_alone", "propose", "world_digest"]
+
+_MODULUS = 2**64
+
+
+@attrs.frozen
+class Proposal:
+    """What one rank says: digests of the specs that may be alike on all ranks, of its shards, and of the contents.
+
+    `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to zero over ranks that
+    hold every cell of all regular grids once. `planned` is the world digest of the last plan for these specs. `own` is
+    what only this rank has.
+    """
+
+    specs: bytes
+    shards: bytes
+    contents: bytes
+    is_alone: bool
+    fold: int
+    budget_nbytes: int
+    own: LocalState
+    planned: bytes | None = None
+
+
+def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: int) -> Proposal:
+    """Return what a rank says of its state, split into what may be alike on all ranks and what is its own."""
+    grids = {shard.key: shard.grid for shard in common.shards}
+    alone = not any(needs_gathering(0, shard, replicas) for shard in common.shards)
+    alone = alone and all(leaf.is_copy for leaf in own.arrays)
+    alone = alone and all(leaf.is_copy or leaf.sharding or leaf.key in grids for leaf in common.arrays)
+    return Proposal(
+        _digest(_spec_lines(common, grids)),
+        _digest([*_spec_lines(own, {}), *_shard_bytes(common.shards), *_shard_bytes(own.shards)]),
+        _digest(_content_lines(common)),
+        alone,
+        _fold(common.shards) if alone else 0,
+        budget_nbytes,
+        own,
+    )
+
+
+def is_plannable_alone(proposals: Sequence[Proposal]) -> bool:
+    """Tell whether each rank can plan its part by itself; the same answer on all ranks."""
+    alike = len({proposal.specs for proposal in proposals}) == 1
+    complete = sum(proposal.fold for proposal in proposals) % _MODULUS == 0
+    return alike and complete and all(proposal.is_alone for proposal in proposals)
+
+
+def contents_agree(proposals: Sequence[Proposal]) -> bool:
+    """Tell whether all ranks have the same plain values and copies."""
+    return len({proposal.contents for proposal in proposals}) == 1
+
+
+def world_digest(proposals: Iterable[Proposal], budget_nbytes: int) -> bytes:
+    """Return what names a plan: it changes if any rank's specs or shards do."""
+    told = (part for proposal in proposals for part in (proposal.specs, proposal.shards))
+    return _digest([*told, str(budget_nbytes)])
+
+
+def _digest(parts: Iterable[str | bytes]) -> bytes:
+    hasher = blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.digest()
+
+
+def _spec_lines(state: LocalState, grids: dict[str, tuple[int, ...] | None]) -> list[str]:
+    """Return everything but the contents as text, and of shards only what is the same for all cells of a grid."""
+    numbers: dict[Sharding, int] = {}
+    lines = [
+        f"{leaf.key} {leaf.spec.dtype} {leaf.spec.shape} {leaf.path} {leaf.codec} {leaf.tied_to} {leaf.is_copy} "
+        f"{numbers.setdefault(leaf.sharding, len(numbers)) if leaf.sharding else None} {grids.get(leaf.key)}"
+        for leaf in state.arrays
+    ]
+    lines += [f"{value.key} {value.path} {value.text in EMPTY_TEXTS}" for value in state.values]
+    return [*lines, *map(str, numbers), str(state.per_rank), state.terms]
+
+
+def _content_lines(state: LocalState) -> list[str]:
+    lines = [value.text for value in state.values]
+    lines += [leaf.copy_digest.hex() for leaf in state.arrays if leaf.copy_digest is not None]
+    return [*lines, state.attributes]
+
+
+def _shard_bytes(shards: Sequence[ShardSpec]) -> list[str | bytes]:
+    table = ShardTable.of(0, shards)
+    columns: Columns = table.rows
+    names = [field.name for field in attrs.fields(type(columns))]
+    return [str(table.replicas), str(table.arrays), *(getattr(columns, name).tobytes() for name in names)]
+
+
+def _fold(shards: Sequence[ShardSpec]) -> int:
+    """Return a number that adds up to zero over all ranks exactly if each cell of each grid has one main replica.
+
+    Cell i adds ``g(i + 1) - g(i)`` for a random-looking g, and the first cell takes off what all should add up to.
+    """
+    total = 0
+    for shard in shards:
+        if shard.is_main:
+            counts = np.array([shard.grid], np.int64)
+            index = np.array([shard.box.start], np.int64) // np.maximum([shard.box.shape], 1)
+            cell, last = int(ravelled(index, counts)[0]), int(counts.prod())
+            name = np.array([crc32(f"{shard.array}{shard.grid}".encode())])
+            steps: Ints = np.array([cell + 1, cell, 0, last])
+            after, before, first, end = map(int, mix(name, steps))
+            total += after - before - (end - first if cell == 0 else 0)
+    return total % _MODULUS

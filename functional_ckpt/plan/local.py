@@ -1,0 +1,251 @@
+"""`plan_local_save`: what one rank does in a save, without looking at what the others hold.
+
+Possible where a rank knows how the whole world holds its arrays: by a mesh with placements, or by a regular grid of
+shards whose main replicas are declared. It costs as much as the rank's own part, whatever the number of ranks.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import SpecError, raise_problems
+from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
+from functional_ckpt.plan.owner import OwnedChunks, with_waves
+from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, row_order
+from functional_ckpt.plan.placed import PlacedGroup
+from functional_ckpt.plan.save import GIB, Owners, SavePlan, padded_chunks, restrict
+from functional_ckpt.spec.columns import Ints
+from functional_ckpt.spec.mesh import PlacedArray, Sharding, common_face, is_even
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.table import key_hashes, padded, padded_shapes
+
+__all__ = ["local_array_plans", "needs_gathering", "plan_local_save"]
+
+
+def plan_local_save(
+    rank: int,
+    local: Sequence[ShardSpec | PlacedArray],
+    policy: LayoutPolicy,
+    replicas: str = "elect",
+    shared_ok: bool = True,
+    owned_ok: bool = True,
+    budget_nbytes: int = GIB,
+) -> SavePlan:
+    """Plan what `rank` does from its own part alone: ``restrict(plan_save(world, ...), rank)``.
+
+    `local` are arrays placed on meshes, and shards that know their regular grid (then main replicas must be
+    declared). Shards count in order, as many for a placed array as the rank holds boxes of it, at least one.
+
+    Raises
+    ------
+    SpecError
+        For what needs gathering: a shard without a grid, flat or of an array without cells, or one so small that
+        pieces would have to move.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> from functional_ckpt.spec.mesh import Mesh
+    >>> from functional_ckpt.spec.placement import Shard
+    >>> placed = PlacedArray(ArraySpec("w", (8,), "int8"), Sharding(Mesh.line(2), [Shard(0)]))
+    >>> plan = plan_local_save(1, [placed], LayoutPolicy(min_chunk_nbytes=0))
+    >>> plan.writes[0].box, plan.headers
+    (Box(start=(4,), stop=(8,)), ())
+    """
+    raise_problems(p for item in local if (p := needs_gathering(rank, item, replicas)) is not None)
+    arrays = local_array_plans(local, policy, shared_ok, owned_ok)
+    numbers = {plan.spec.key: number for number, plan in enumerate(arrays)}
+    raise_problems(_must_move(rank, item) for item in local
+                   if isinstance(item, ShardSpec) and arrays[numbers[item.key]].layout.rung == "owned")  # fmt: skip
+    groups, empty = _grouped(local, arrays, numbers, replicas)
+    shards = _first_shards(rank, local, groups)
+    ndim = max((len(plan.spec.shape) for plan in arrays), default=1) or 1
+    chunks = padded_chunks(arrays, ndim)
+    parts, owned = [_grid_pieces(rank, local, numbers, shards, ndim)], [OwnedChunks([], [], [])]
+    for group, members, rung in groups:
+        if not rung:
+            continue
+        pieces = group.pieces(rank, shards[members])
+        if rung == "owned":
+            pieces, owners = group.owned(rank, chunks[group.numbers][:, ndim - group.shapes.shape[1] :], pieces)
+            owned.append(owners)
+        parts.append(_widened(pieces, ndim))
+    pieces = Pieces.joined(parts)
+    return restrict(_finished(arrays, pieces, OwnedChunks.joined(owned), empty, budget_nbytes), rank)
+
+
+def _finished(
+    arrays: tuple[ArrayPlan, ...], pieces: Pieces, owned: OwnedChunks, empty: Owners, budget_nbytes: int
+) -> SavePlan:
+    """Return the plan with everything sorted, waves, headers and digests, as far as it is known."""
+    ndim = pieces.start.shape[1]
+    shapes = padded_shapes([plan.spec for plan in arrays], ndim)
+    pieces = pieces.take(row_order(pieces, shapes))
+    owned = owned.take(np.lexsort((owned.chunk, owned.array)))
+    is_owned = pieces.chunk >= 0
+    wave = np.zeros(len(pieces), np.int64)
+    wave[is_owned] = with_waves(pieces.take(is_owned), owned, arrays, budget_nbytes).wave
+    first = owned.take(owned.chunk == 0)
+    begun = pieces.take(~is_owned & ~pieces.start.any(axis=1))
+    none = np.full(len(first) + len(begun), -1)
+    begun_headers = Owners(np.append(first.array, begun.array), none, np.append(first.owner, begun.source))
+    headers = Owners.joined([begun_headers, empty])
+    return SavePlan(
+        arrays, attrs.evolve(pieces, wave=wave), headers.take(np.argsort(headers.array, kind="stable")),
+        _begun_digests(arrays, pieces, shapes),
+    )  # fmt: skip
+
+
+#: Arrays placed alike, their positions among the items, and their rung; "" for arrays without cells.
+_Group = tuple[PlacedGroup, Ints, str]
+
+
+def _grouped(
+    local: Sequence[ShardSpec | PlacedArray], arrays: Sequence[ArrayPlan], numbers: dict[str, int], rule: str
+) -> tuple[list[_Group], Owners]:
+    """Return the placed arrays in groups, each sorted by number; and who writes the metadata of those without cells."""
+    members: dict[Any, list[int]] = {}
+    kinds: dict[Any, Any] = {}
+    for position, item in enumerate(local):
+        if isinstance(item, PlacedArray):
+            alike = (item.sharding, item.array.shape)
+            if alike not in kinds:
+                kinds[alike] = _kind(*alike)
+            rung = arrays[numbers[item.key]].layout.rung
+            members.setdefault((item.sharding, len(item.array.shape), kinds[alike], rung), []).append(position)
+    hashes = key_hashes([plan.spec for plan in arrays])
+    groups: list[_Group] = []
+    empty: list[tuple[int, int]] = []
+    for (sharding, _, kind, rung), positions in members.items():
+        at = np.array([numbers[local[i].key] for i in positions], np.int64)
+        order = np.argsort(at)
+        shapes = np.array([local[i].array.shape or (1,) for i in positions], np.int64)[order]
+        group = PlacedGroup(sharding, rule, at[order], shapes, hashes[at[order]])
+        groups.append((group, np.array(positions, np.int64)[order], rung if kind else ""))
+        if not kind:
+            empty += [(number, group.lowest_rank()) for number in at.tolist()]
+    return groups, Owners([number for number, _ in empty], [-1] * len(empty), [rank for _, rank in empty])
+
+
+def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
+    """Return what arrays must have in common to be worked on together: per axis that it is even, or the extent."""
+    if not prod(shape):
+        return ()
+    whole = shape or (1,)
+    cuts = [(extent, sharding.cuts_of(dim, len(whole))) for dim, extent in enumerate(whole)]
+    return tuple("even" if is_even(extent, cut) else extent for extent, cut in cuts)
+
+
+def local_array_plans(
+    local: Sequence[ShardSpec | PlacedArray], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
+) -> tuple[ArrayPlan, ...]:
+    """Return the layout of every array, sorted by key; arrays alike in all that decides share one.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.sharding import from_rank_offsets
+    >>> local_array_plans([from_rank_offsets("w", "int8", (4,), (0, 1, 2))], LayoutPolicy())[0].layout.rung
+    'owned'
+    """
+    known: dict[object, Layout] = {}
+    found: dict[str, ArrayPlan] = {}
+    for item in local:
+        if item.key not in found:
+            array, cut = item.array, item.grid if isinstance(item, ShardSpec) else item.sharding
+            alike = (array.shape, array.dtype, policy.codecs_of(array.key), cut)
+            if alike not in known:
+                known[alike] = layout_of_faces(array, _faces(item), policy, shared_ok, owned_ok)
+            found[item.key] = ArrayPlan(array, known[alike])
+    return tuple(plan for _, plan in sorted(found.items()))
+
+
+def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> SpecError | None:
+    """Return a problem if planning needs to know what other ranks hold of `item`.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> w = ArraySpec("w", (8,), "int8")
+    >>> needs_gathering(0, ShardSpec(w, w.box), "declared").what
+    'planning without the other ranks needs a regular grid'
+    """
+    if isinstance(item, PlacedArray):
+        return None
+    regular = (
+        item.grid is not None
+        and item.flat is None
+        and len(item.grid) == len(item.array.shape)
+        and all(c >= 1 and n % c == 0 for n, c in zip(item.array.shape, item.grid, strict=True))
+        and all(e * c == n for e, c, n in zip(item.box.shape, item.grid, item.array.shape, strict=True))
+    )
+    if regular and item.array.nbytes and replicas == "declared":
+        return None
+    return SpecError(
+        "planning without the other ranks needs a regular grid", item.key, rank, item.array.shape,
+        item.box.start, "a grid of equal, non-empty shards with declared main replicas", item.grid,
+        "Use plan_save on the gathered world",
+    )  # fmt: skip
+
+
+def _first_shards(rank: int, local: Sequence[ShardSpec | PlacedArray], groups: Sequence[_Group]) -> Ints:
+    """Return the number of the first shard of each item."""
+    counts = np.array([isinstance(item, ShardSpec) for item in local], np.int64)
+    for group, members, rung in groups:
+        boxes = group.held(rank) if rung else []
+        full = sum(((stop > start).all(axis=1) for start, stop in boxes), np.zeros(len(members), np.int64))
+        is_there = group.sharding.mesh.coordinate(rank) is not None
+        counts[members] = np.maximum(full, 1) if is_there else 0
+    return np.cumsum(counts) - counts
+
+
+def _grid_pieces(
+    rank: int, local: Sequence[ShardSpec | PlacedArray], numbers: dict[str, int], first: Ints, ndim: int
+) -> Pieces:
+    """Return the main replicas among the shards of regular grids."""
+    mains = [(item, shard) for item, shard in zip(local, first.tolist(), strict=True)
+             if isinstance(item, ShardSpec) and item.is_main]  # fmt: skip
+    start = padded([item.box.start for item, _ in mains], ndim, 0)
+    stop = padded([item.box.stop for item, _ in mains], ndim, 1)
+    zero = np.zeros(len(mains), np.int64)
+    array = np.array([numbers[item.key] for item, _ in mains], np.int64)
+    shard = np.array([shard for _, shard in mains], np.int64)
+    return Pieces(array, zero - 1, start, stop, start, stop, zero + rank, shard, zero, zero + rank, zero)
+
+
+def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
+    """Return the shared chunks of which a piece has the first cell and not all: its rank digests them."""
+    chunks = padded_chunks(arrays, shapes.shape[1])
+    rungs = np.array([plan.layout.rung for plan in arrays], str)
+    cut = cut_at_chunks(pieces.take((rungs == "shared")[pieces.array]), shapes, chunks)
+    extent = chunks[cut.array]
+    whole = np.minimum(cut.start // extent * extent + extent, shapes[cut.array])
+    first = (cut.start % extent == 0).all(axis=1) & (cut.stop < whole).any(axis=1)
+    return Owners(cut.array[first], cut.chunk[first], cut.source[first])
+
+
+def _widened(pieces: Pieces, ndim: int) -> Pieces:
+    """Return `pieces` with axes of extent 1 in front, up to `ndim`."""
+    front = ((0, 0), (ndim - pieces.start.shape[1], 0))
+    ends = {name: np.pad(getattr(pieces, name), front, constant_values=fill)
+            for name, fill in (("start", 0), ("stop", 1), ("low", 0), ("high", 1))}  # fmt: skip
+    return attrs.evolve(pieces, **ends)
+
+
+def _faces(item: ShardSpec | PlacedArray) -> list[int]:
+    shape = item.array.shape
+    if not prod(shape):
+        return [0] * len(shape)
+    if isinstance(item, PlacedArray):
+        cuts = (item.sharding.cuts_of(dim, len(shape)) for dim in range(len(shape)))
+        return [common_face(extent, cut) for extent, cut in zip(shape, cuts, strict=True)]
+    return [n // count if count > 1 else 0 for n, count in zip(shape, item.grid or (), strict=True)]
+
+
+def _must_move(rank: int, item: ShardSpec) -> SpecError:
+    return SpecError(
+        "pieces of a grid this fine have to move, and who holds them is not known", item.key, rank, item.array.shape,
+        item.box.start, None, item.grid, "Use plan_save on the gathered world, or pass owned_ok=False",
+    )  # fmt: skip

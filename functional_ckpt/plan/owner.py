@@ -1,0 +1,93 @@
+"""The owned rung: which rank writes a chunk of which many ranks hold pieces, and in which wave."""
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.layout import ArrayPlan
+from functional_ckpt.plan.pieces import Pieces
+from functional_ckpt.spec.columns import Columns, Ints, mix, to_column
+from functional_ckpt.spec.table import key_hashes
+
+__all__ = ["OwnedChunks", "choose_owners", "pick_owner", "with_waves"]
+
+#: A rank holds at a time the chunks that it assembles, one message that has come and one that leaves.
+_SHARES = 3
+
+
+@attrs.frozen(eq=False)
+class OwnedChunks(Columns):
+    """Chunk number `chunk` of array number `array` is written by rank `owner`."""
+
+    array: Ints = attrs.field(converter=to_column)
+    chunk: Ints = attrs.field(converter=to_column)
+    owner: Ints = attrs.field(converter=to_column)
+
+
+def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, OwnedChunks]:
+    """Return `pieces` (cut at chunks, sorted) with their targets, and who owns which chunk.
+
+    The holder of a largest piece owns the chunk: what need not move does not. Among equals a hash of key and chunk
+    picks, so that chunks spread over the ranks and every rank knows the answer.
+    """
+    if not len(pieces):
+        return pieces, OwnedChunks([], [], [])
+    is_first = np.ones(len(pieces), bool)
+    is_first[1:] = (np.diff(pieces.array) != 0) | (np.diff(pieces.chunk) != 0)
+    begin = np.flatnonzero(is_first)
+    counts = np.diff(np.append(begin, len(pieces)))
+    sizes = pieces.sizes
+    largest = np.flatnonzero(sizes == np.repeat(np.maximum.reduceat(sizes, begin), counts))
+    group = np.cumsum(is_first)[largest] - 1
+    rivals = np.bincount(group, minlength=len(begin))
+    chunk, array = pieces.chunk[begin], pieces.array[begin]
+    picked = pick_owner(key_hashes([plan.spec for plan in arrays])[array], chunk, rivals)
+    owner = pieces.source[largest[np.cumsum(rivals) - rivals + picked]]
+    return attrs.evolve(pieces, target=np.repeat(owner, counts)), OwnedChunks(array, chunk, owner)
+
+
+def pick_owner(key_hash: Ints, chunk: Ints, rivals: Ints) -> Ints:
+    """Return which of the `rivals` largest pieces, row-major, decides who owns a chunk.
+
+    Examples
+    --------
+    >>> bool(pick_owner(np.array([5]), np.array([0]), np.array([4]))[0] < 4)
+    True
+    """
+    return (mix(key_hash, chunk) % rivals.astype(np.uint64)).astype(np.int64)
+
+
+def with_waves(pieces: Pieces, owned: OwnedChunks, arrays: Sequence[ArrayPlan], budget_nbytes: int) -> Pieces:
+    """Return `pieces` with the wave in which each one moves; no rank holds more than the budget in any wave.
+
+    `owned` are the chunks of all ranks, and of all arrays in `arrays`, whatever part of them `pieces` is.
+
+    Raises
+    ------
+    PolicyError
+        If the budget does not hold a chunk and the messages to and from it.
+    """
+    nbytes = np.array([plan.chunk_nbytes for plan in arrays], np.int64)[owned.array]
+    limit = budget_nbytes // _SHARES
+    if len(owned) and nbytes.max() > limit:
+        plan = arrays[owned.array[np.argmax(nbytes)]]
+        raise PolicyError(
+            "the byte budget is too small for a chunk and the messages that fill it", plan.spec.key, None,
+            plan.spec.shape, None, f"at least {_SHARES * plan.chunk_nbytes} bytes", budget_nbytes,
+            "Pass a larger budget_nbytes, or a smaller LayoutPolicy(target_chunk_nbytes=...)",
+        )  # fmt: skip
+    waves = np.zeros(len(owned), np.int64)
+    held: dict[int, tuple[int, int]] = {}
+    for position, (rank, size) in enumerate(zip(owned.owner.tolist(), nbytes.tolist(), strict=True)):
+        wave, used = held.get(rank, (0, 0))
+        wave, used = (wave, used + size) if used + size <= limit else (wave + 1, size)
+        held[rank] = wave, used
+        waves[position] = wave
+    if not waves.any():
+        return pieces
+    # Chunks are numbered through all arrays, in whose order both tables are.
+    first = np.cumsum([0, *(plan.grid.size for plan in arrays)])
+    at = np.searchsorted(first[owned.array] + owned.chunk, first[pieces.array] + pieces.chunk)
+    return attrs.evolve(pieces, wave=waves[at])

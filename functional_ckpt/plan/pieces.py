@@ -1,0 +1,112 @@
+"""`Pieces`: what is written and what moves, as columns; cutting shards into fragments and fragments at chunks."""
+
+import attrs
+import numpy as np
+
+from functional_ckpt.spec.columns import Columns, Ints, ravelled, to_column
+from functional_ckpt.spec.flat import flat_rows
+from functional_ckpt.spec.table import ShardTable
+
+__all__ = ["Pieces", "chunk_spans", "cut_at_chunks", "pieces_of", "row_order"]
+
+
+@attrs.frozen(eq=False)
+class Pieces(Columns):
+    """One row per region that leaves a shard's buffer.
+
+    Region ``[start, stop)`` of array number `array` is part of the fragment ``[low, high)``, which lies at elements
+    `run` and following of shard number `shard` of rank `source`. If `chunk` is a (row-major) number, the region is
+    the part of the fragment in that chunk, and `target` writes the chunk in wave `wave`, when all its pieces have
+    come. If `chunk` is -1, the region is the fragment, and `source`, which is `target` too, writes it.
+    """
+
+    array: Ints = attrs.field(converter=to_column)
+    chunk: Ints = attrs.field(converter=to_column)
+    start: Ints = attrs.field(converter=to_column)
+    stop: Ints = attrs.field(converter=to_column)
+    low: Ints = attrs.field(converter=to_column)
+    high: Ints = attrs.field(converter=to_column)
+    source: Ints = attrs.field(converter=to_column)
+    shard: Ints = attrs.field(converter=to_column)
+    run: Ints = attrs.field(converter=to_column)
+    target: Ints = attrs.field(converter=to_column)
+    wave: Ints = attrs.field(converter=to_column)
+
+    @property
+    def sizes(self) -> Ints:
+        """Elements of each region."""
+        sizes: Ints = (self.stop - self.start).prod(axis=1)
+        return sizes
+
+
+def pieces_of(table: ShardTable, writers: Ints) -> Pieces:
+    """Return the fragments of the chosen rows of `table`, sorted by array and region.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> table = ShardTable.of(0, [ShardSpec(a := ArraySpec("w", (2, 3), "int8"), a.box, 0, (1, 6))])
+    >>> pieces_of(table, np.array([0])).start.tolist()
+    [[0, 1], [1, 0]]
+    """
+    rows = table.rows.take(writers)
+    extents = rows.stop - rows.start
+    run = np.zeros(len(rows), np.int64)
+    start, stop = rows.start, rows.stop
+    if np.any((rows.low > 0) | (rows.high < extents.prod(axis=1))):
+        row, first, last, run = flat_rows(extents, rows.low, rows.high)
+        rows = rows.take(row)
+        start, stop = rows.start + first, rows.start + last
+    chunk = np.full(len(rows), -1)
+    pieces = Pieces(
+        rows.array, chunk, start, stop, start, stop, rows.rank, rows.shard, run, rows.rank, np.zeros(len(rows))
+    )
+    return pieces.take(row_order(pieces, table.shapes))
+
+
+def row_order(pieces: Pieces, shapes: Ints) -> Ints:
+    """Return the order of rows by array, chunk and region."""
+    return np.lexsort((ravelled(pieces.start, shapes[pieces.array]), pieces.chunk, pieces.array))
+
+
+def chunk_spans(pieces: Pieces, chunks: Ints) -> tuple[Ints, Ints]:
+    """Return along each axis the first chunk that a region touches, and how many it touches.
+
+    `chunks` are the chunk shapes of the arrays, as rows.
+    """
+    extent = chunks[pieces.array]
+    first = pieces.start // extent
+    return first, np.where(pieces.stop > pieces.start, -(-pieces.stop // extent) - first, 0)
+
+
+def cut_at_chunks(pieces: Pieces, shapes: Ints, chunks: Ints) -> Pieces:
+    """Return `pieces` cut where chunks end, each with its chunk's number, sorted by array, chunk and region.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> table = ShardTable.of(0, [ShardSpec(a := ArraySpec("w", (4,), "int8"), a.box)])
+    >>> cut = cut_at_chunks(pieces_of(table, np.array([0])), table.shapes, np.array([[3]]))
+    >>> cut.chunk.tolist(), cut.stop.tolist()
+    ([0, 1], [[3], [4]])
+    """
+    first, counts = chunk_spans(pieces, chunks)
+    total = counts.prod(axis=1)
+    row = np.repeat(np.arange(len(pieces)), total)
+    rest = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
+    index = first[row]
+    for axis in range(index.shape[1] - 1, -1, -1):
+        rest, step = np.divmod(rest, counts[row, axis])
+        index[:, axis] += step
+    cut = pieces.take(row)
+    extent, shape = chunks[cut.array], shapes[cut.array]
+    begin = index * extent
+    cut = attrs.evolve(
+        cut,
+        chunk=ravelled(index, -(-shape // extent)),
+        start=np.maximum(cut.start, begin),
+        stop=np.minimum(cut.stop, begin + extent),
+    )
+    return cut.take(row_order(cut, shapes))

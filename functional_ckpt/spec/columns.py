@@ -1,0 +1,92 @@
+"""`Columns`: rows of integers kept as columns. A value like a tuple of rows, at no Python object per row."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Columns", "Ints", "mix", "ravelled", "to_column"]
+
+Ints = NDArray[np.int64]
+
+_MIX_1, _MIX_2, _MIX_3 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def to_column(values: Any) -> Ints:
+    """Return numbers as a read-only int64 array; the converter of every field of `Columns`."""
+    view = np.asarray(values, np.int64).view()
+    view.flags.writeable = False
+    return view
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """Base of tables: every field goes through `to_column`, all of one length; compares and hashes by content.
+
+    Examples
+    --------
+    >>> @attrs.frozen(eq=False)
+    ... class Points(Columns):
+    ...     x: Ints = attrs.field(converter=to_column)
+    >>> points = Points([3, 4, 5])
+    >>> len(points), points.take([2, 0]) == Points([5, 3])
+    (3, True)
+    """
+
+    @property
+    def _columns(self) -> tuple[Ints, ...]:
+        return tuple(getattr(self, field.name) for field in attrs.fields(type(self)))
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Columns) or type(self) is not type(other):
+            return NotImplemented
+        return all(map(np.array_equal, self._columns, other._columns))
+
+    def __hash__(self) -> int:
+        return hash(tuple(column.tobytes() for column in self._columns))
+
+    def take(self, rows: Any) -> Self:
+        """Return the chosen rows: a mask, or their numbers."""
+        return type(self)(*(column[rows] for column in self._columns))
+
+    @classmethod
+    def joined(cls, tables: Sequence[Self]) -> Self:
+        """Return the rows of all `tables`, of which there is at least one."""
+        return cls(*map(np.concatenate, zip(*(table._columns for table in tables), strict=True)))
+
+
+def ravelled(index: Ints, shape: Ints) -> Ints:
+    """Return the row-major number of each row of `index` in the matching row of `shape`.
+
+    Examples
+    --------
+    >>> ravelled(np.array([[1, 2]]), np.array([[4, 3]]))
+    array([5])
+    """
+    flat = np.zeros(len(index), np.int64)
+    for axis in range(index.shape[1]):
+        flat = flat * shape[:, axis] + index[:, axis]
+    return flat
+
+
+def mix(*words: Ints) -> NDArray[np.uint64]:
+    """Return a hash of the words of each row: the same on every machine and in every process (splitmix64's steps).
+
+    Examples
+    --------
+    >>> int(mix(np.array([7]), np.array([1]))[0]) % 5
+    0
+    """
+    state = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):
+        for word in words:
+            state = (state ^ np.asarray(word).astype(np.uint64)) + _MIX_1
+            state = (state ^ (state >> np.uint64(30))) * _MIX_2
+            state = (state ^ (state >> np.uint64(27))) * _MIX_3
+            state = state ^ (state >> np.uint64(31))
+    return np.asarray(state)

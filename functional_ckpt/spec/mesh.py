@@ -1,0 +1,317 @@
+"""`Sharding`: how the ranks of a device mesh hold an array. It says what every rank holds, without asking any.
+
+Along each axis the array falls into intervals, and a rank's place on the mesh says which of them it holds. Splits that
+come out even are known by formula, so that what one rank asks costs the same on 8 and on 16,384 ranks; and arrays that
+are placed alike are asked about together.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import gcd, prod
+from typing import Protocol
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import ShapeError
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.columns import Ints
+from functional_ckpt.spec.placement import PlacedShard, Placement, Replicate, StridedShard, axis_spans, from_placements
+
+__all__ = ["Mesh", "PlacedArray", "Sharding", "Split", "common_face", "is_even", "relabelled", "split_of"]
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _placements(values: Iterable[Placement]) -> tuple[Placement, ...]:
+    return tuple(values)
+
+
+@attrs.frozen(cache_hash=True)
+class Mesh:
+    """Ranks in an n-d grid: its `shape`, and its `ranks` row-major, each at most once.
+
+    Raises
+    ------
+    ShapeError
+        If the number of ranks is not that of the places.
+
+    Examples
+    --------
+    >>> Mesh((2, 2), (0, 1, 4, 5)).coordinate(4)
+    (1, 0)
+    """
+
+    shape: tuple[int, ...] = attrs.field(converter=_ints)
+    ranks: tuple[int, ...] = attrs.field(converter=_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+            raise ShapeError("a mesh needs one rank per place", None, None, self.shape, None, prod(self.shape),
+                             len(set(self.ranks)))  # fmt: skip
+
+    @classmethod
+    def line(cls, size: int) -> "Mesh":
+        """Return ranks 0 to `size` in a row.
+
+        Examples
+        --------
+        >>> Mesh.line(3).ranks
+        (0, 1, 2)
+        """
+        return cls((size,), tuple(range(size)))
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Return the place of `rank`, or None if it is not on the mesh."""
+        place = self._places.get(rank)
+        return None if place is None else tuple(int(i) for i in np.unravel_index(place, self.shape))
+
+    @property
+    def _places(self) -> dict[int, int]:
+        return _places(self)
+
+
+@lru_cache(maxsize=64)
+def _places(mesh: Mesh) -> dict[int, int]:
+    return {rank: place for place, rank in enumerate(mesh.ranks)}
+
+
+@attrs.frozen(cache_hash=True)
+class Sharding:
+    """One placement per mesh axis.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.placement import Shard
+    >>> Sharding(Mesh.line(4), (Shard(0),)).copies
+    1
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...] = attrs.field(converter=_placements)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.mesh.shape) != len(self.placements):
+            raise ShapeError("a sharding needs one placement per mesh axis", None, None, self.mesh.shape, None,
+                             len(self.mesh.shape), len(self.placements))  # fmt: skip
+
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """Mesh axes along which ranks hold copies."""
+        return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Replicate))
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each shard."""
+        return prod(self.mesh.shape[axis] for axis in self.replicated)
+
+    def parts(self, array: ArraySpec, rank: int) -> tuple[PlacedShard, ...]:
+        """Return what `rank` holds of `array`, and where in its local tensor."""
+        return from_placements(array, self.mesh.shape, self.mesh.coordinate(rank), self.placements)
+
+    def axes_of(self, dim: int, ndim: int) -> tuple[int, ...]:
+        """Return the mesh axes that cut axis `dim` of an array with `ndim` axes."""
+        return tuple(i for i, p in enumerate(self.placements) if not isinstance(p, Replicate) and p.dim % ndim == dim)
+
+    def cuts_of(self, dim: int, ndim: int) -> tuple[tuple[int, int], ...]:
+        """Return ``(split factor, size)`` of each mesh axis that cuts axis `dim`, in mesh order."""
+        placed = [(self.placements[axis], self.mesh.shape[axis]) for axis in self.axes_of(dim, ndim)]
+        return tuple((p.split_factor if isinstance(p, StridedShard) else 1, size) for p, size in placed)
+
+
+@lru_cache(maxsize=256)
+def relabelled(sharding: Sharding, members: tuple[int, ...] | None) -> Sharding | None:
+    """Return `sharding` with each rank replaced by its position in `members`, or None if one is not there.
+
+    Without `members` ranks keep their numbers.
+
+    Examples
+    --------
+    >>> relabelled(Sharding(Mesh((2,), (4, 6)), (Replicate(),)), (4, 5, 6)).mesh.ranks
+    (0, 2)
+    """
+    if members is None or members == tuple(range(len(members))):
+        return sharding
+    places = {rank: place for place, rank in enumerate(members)}
+    if not places.keys() >= set(sharding.mesh.ranks):
+        return None
+    return Sharding(Mesh(sharding.mesh.shape, [places[rank] for rank in sharding.mesh.ranks]), sharding.placements)
+
+
+@attrs.frozen
+class PlacedArray:
+    """An array, and how the ranks hold it.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.placement import Shard
+    >>> PlacedArray(ArraySpec("w", (4,), "int8"), Sharding(Mesh.line(2), [Shard(0)])).key
+    'w'
+    """
+
+    array: ArraySpec
+    sharding: Sharding
+
+    @property
+    def key(self) -> str:
+        """Key of the array."""
+        return self.array.key
+
+
+class Split(Protocol):
+    """One axis of many arrays, cut into non-empty intervals, numbered in order, each held at one place.
+
+    A place is the row-major number on the mesh axes that cut. Arguments and answers have one row per array.
+    """
+
+    def at(self, rows: Ints) -> "Split":
+        """Return the split of the chosen arrays, which may repeat."""
+
+    def held(self, place: int) -> list[Ints]:
+        """Return what one place holds: for each of its intervals the number per array, -1 where it is not there."""
+
+    def bounds(self, numbers: Ints) -> tuple[Ints, Ints]:
+        """Return where intervals start and stop."""
+
+    def touched(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """Return the range of intervals that share a cell with ``[low, high)``, which is not empty."""
+
+    def places(self, numbers: Ints) -> Ints:
+        """Return the place of intervals."""
+
+    def largest(self, low: Ints, high: Ints) -> tuple[Ints, Callable[[Ints], Ints]]:
+        """Return how many intervals share most cells with ``[low, high)``, and what gives the k-th of them."""
+
+
+@attrs.frozen(eq=False)
+class _EvenSplit:
+    """Intervals of `step` cells, the last one maybe shorter.
+
+    Number and place are the same, or, with the sizes of two mesh axes as `order`, one is the transpose of the other.
+    """
+
+    extent: Ints
+    step: Ints
+    order: tuple[int, ...] = ()
+
+    def at(self, rows: Ints) -> "_EvenSplit":
+        return _EvenSplit(self.extent[rows], self.step[rows], self.order)
+
+    def held(self, place: int) -> list[Ints]:
+        if self.order:
+            outer, inner = self.order
+            place = place % outer * inner + place // outer
+        return [np.where(place * self.step < self.extent, place, -1)]
+
+    def bounds(self, numbers: Ints) -> tuple[Ints, Ints]:
+        return numbers * self.step, np.minimum((numbers + 1) * self.step, self.extent)
+
+    def touched(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        return low // self.step, -(-high // self.step)
+
+    def places(self, numbers: Ints) -> Ints:
+        if not self.order:
+            return numbers
+        outer, inner = self.order
+        return numbers % inner * outer + numbers // inner
+
+    def largest(self, low: Ints, high: Ints) -> tuple[Ints, Callable[[Ints], Ints]]:
+        first, last = self.touched(low, high)
+        # Those in the middle are whole; an end rivals them only if it is whole too.
+        head = np.minimum((first + 1) * self.step, high) - np.maximum(first * self.step, low)
+        tail = high - np.maximum((last - 1) * self.step, low)
+        most = np.where(last - first > 2, self.step, np.maximum(head, tail))
+        begin = np.where(head == most, first, first + 1)
+        return np.where(tail == most, last, last - 1) - begin, lambda k: begin + k
+
+
+@attrs.frozen(eq=False)
+class _ListedSplit:
+    """Intervals of any length, the same for all arrays, listed."""
+
+    start: Ints
+    stop: Ints
+    place: Ints
+
+    def at(self, rows: Ints) -> "_ListedSplit":
+        return self
+
+    def held(self, place: int) -> list[Ints]:
+        return [np.array(number) for number in np.flatnonzero(self.place == place).tolist()]
+
+    def bounds(self, numbers: Ints) -> tuple[Ints, Ints]:
+        return self.start[numbers], self.stop[numbers]
+
+    def touched(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        return np.searchsorted(self.stop, low, "right"), np.searchsorted(self.start, high, "left")
+
+    def places(self, numbers: Ints) -> Ints:
+        return self.place[numbers]
+
+    def largest(self, low: Ints, high: Ints) -> tuple[Ints, Callable[[Ints], Ints]]:
+        found = [self._largest(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+        counts = np.array([len(numbers) for numbers in found], np.int64)
+        return counts, lambda k: np.array([n[i] for n, i in zip(found, k.tolist(), strict=True)], np.int64)
+
+    def _largest(self, low: int, high: int) -> Ints:
+        sizes = np.minimum(self.stop, high) - np.maximum(self.start, low)
+        return np.flatnonzero(sizes == sizes.max())
+
+
+def is_even(extent: int, cuts: tuple[tuple[int, int], ...]) -> bool:
+    """Tell whether an axis of `extent` cells that mesh axes cut so has intervals of one length.
+
+    Examples
+    --------
+    >>> is_even(10, ((1, 4),)), is_even(10, ((1, 2), (1, 2))), is_even(8, ((2, 2), (1, 2)))
+    (True, False, True)
+    """
+    ways = prod(size for _, size in cuts)
+    is_plain = all(factor == 1 for factor, _ in cuts)
+    is_woven = len(cuts) == 2 and cuts[0][0] == cuts[1][1] and cuts[1][0] == 1
+    return ways == 1 or not extent or (is_plain and len(cuts) == 1) or (extent % ways == 0 and (is_plain or is_woven))
+
+
+def common_face(extent: int, cuts: tuple[tuple[int, int], ...]) -> int:
+    """Return the common divisor of the faces between intervals of an axis, 0 without any.
+
+    Examples
+    --------
+    >>> common_face(10, ((1, 4),)), common_face(10, ((1, 2), (1, 2))), common_face(10, ())
+    (3, 1, 0)
+    """
+    if not is_even(extent, cuts):
+        return gcd(*_listed(extent, cuts).start.tolist())
+    step = -(-extent // prod(size for _, size in cuts))
+    return step if step < extent else 0
+
+
+def split_of(extents: Ints, cuts: tuple[tuple[int, int], ...]) -> Split:
+    """Return how mesh axes cut one axis of many arrays, from ``(split factor, size)`` of each, in mesh order.
+
+    All extents come out even, or all are the same.
+
+    Examples
+    --------
+    >>> split = split_of(np.array([10]), ((1, 4),))
+    >>> split.bounds(np.array([3])), split.largest(np.array([2]), np.array([10]))[0]
+    ((array([9]), array([10])), array([2]))
+    """
+    if all(is_even(extent, cuts) for extent in np.unique(extents).tolist()):
+        step = np.maximum(-(-extents // prod(size for _, size in cuts)), 1)
+        is_woven = len(cuts) == 2 and cuts[0][0] > 1
+        return _EvenSplit(extents, step, (cuts[1][1], cuts[0][1]) if is_woven else ())
+    return _listed(int(extents[0]), cuts)
+
+
+@lru_cache(maxsize=256)
+def _listed(extent: int, cuts: tuple[tuple[int, int], ...]) -> _ListedSplit:
+    spans = sorted(
+        (low, high, place)
+        for place, index in enumerate(np.ndindex(*(size for _, size in cuts)))
+        for low, high in axis_spans(extent, cuts, index)
+    )
+    columns = np.array(spans, np.int64).reshape(len(spans), 3).T
+    return _ListedSplit(columns[0], columns[1], columns[2])
