@@ -309,14 +309,13 @@ class ShardedTensor(ShardedBase):
     def _shard(self, dtype: str) -> ShardSpec:
         with about(self.key):
             array = ArraySpec(self.key, self.global_shape, dtype)
-            local = (1,) * self.prepend_axis_num + tuple(self.local_shape)
-            if not len(array.shape) == len(local) == len(self.global_offset):
+            if not len(array.shape) == self.prepend_axis_num + len(self.local_shape) == len(self.global_offset):
                 raise ShapeError(
                     "local shape, global shape and offset differ in length", self.key, None, array.shape,
                     tuple(self.global_offset), f"{len(array.shape)} axes, {self.prepend_axis_num} of them prepended",
                     f"a local shape {tuple(self.local_shape)}",
                 )  # fmt: skip
-            box = Box.from_shape(local, self.global_offset)
+            box = Box.from_shape((1,) * self.prepend_axis_num + tuple(self.local_shape), self.global_offset)
             return ShardSpec(array, box, self.replica_id, self._flat(box), self._grid(array, box))
 
     def _flat(self, box: Box) -> tuple[int, int] | None:
@@ -330,8 +329,9 @@ class ShardedTensor(ShardedBase):
     def _grid(self, array: ArraySpec, box: Box) -> tuple[int, ...] | None:
         if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(array.shape):
             return None
-        triples = zip(box.shape, self.axis_fragmentations, array.shape, strict=True)
-        return tuple(self.axis_fragmentations) if all(n * count == m for n, count, m in triples) else None
+        counts = tuple(map(index, self.axis_fragmentations))
+        triples = zip(box.shape, counts, array.shape, strict=True)
+        return counts if all(n * count == m for n, count, m in triples) else None
 
     def _data_shape(self, shard: ShardSpec) -> tuple[int, ...]:
         return tuple(self.local_shape) if shard.flat is None else (shard.size,)
