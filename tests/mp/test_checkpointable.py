@@ -36,7 +36,11 @@ def layouts(whole):
         "columns": [ShardedTensor.from_rank_offsets("w", columns[rank].clone(), (1, rank, 2))],
         "layers": layers(*((0, 2), (1, 3))[rank]),
         "flat": ranges(*(((0, 7), (31, 40)), ((7, 31), (40, end)))[rank]),
-        "one empty": ranges((0, end) if rank else (0, 0)),
+        "empty range": ranges((0, end) if rank else (0, 0)),
+        "empty shard": [
+            ShardedTensor("w", part, part.dtype, part.shape, whole.shape, (0, 0, 0), None)
+            for part in [whole[: len(whole) * rank].clone()]
+        ],
         "copies": [ShardedTensor.from_rank_offsets("w", whole.clone(), replica_id=rank)],
         "experts": [
             ShardedTensor.from_rank_offsets("w", part.clone(), (0, i, 4), (1, rank, 2), prepend_axis_num=1)

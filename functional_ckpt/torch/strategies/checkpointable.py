@@ -204,8 +204,8 @@ def _wrapper(cls: type, shape: Sequence[int], like: torch.Tensor) -> torch.Tenso
 def _pieces(data: torch.Tensor, sh_ten: ShardedTensor) -> tuple[_Piece, ...]:
     """Return the shard's regions of the global tensor with views of `data`.
 
-    An empty shard has none, unless the whole tensor is empty: DCP tells pieces apart by their offset alone, so an
-    empty one could displace another, but a tensor without any would not be stored.
+    An empty shard has none, unless the whole tensor is empty: DCP tells the pieces of several ranks apart by their
+    offset alone, so an empty one could displace another, but a tensor without any would not be stored.
     """
     shard = sh_ten.spec
     expected = shard.box.shape[sh_ten.prepend_axis_num :] if shard.flat is None else (shard.size,)
