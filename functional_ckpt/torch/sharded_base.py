@@ -1,0 +1,115 @@
+"""What all sharded leaves have in common, and the type aliases of state dicts."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from functional_ckpt.errors import CheckpointError, ProblemError, ShapeError, SpecError
+
+__all__ = [
+    "AxisError",
+    "CheckpointingException",
+    "CommonStateDict",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedStateDict",
+    "StateDict",
+    "about",
+    "is_main_replica",
+    "logger",
+    "warn_once",
+]
+
+logger = logging.getLogger("functional_ckpt.torch.mapping")
+
+#: A state dict without sharded leaves.
+StateDict: TypeAlias = dict[str, Any]
+#: The part of a state dict that is the same on all ranks.
+CommonStateDict: TypeAlias = dict[str, Any]
+#: A state dict with sharded leaves.
+ShardedStateDict: TypeAlias = dict[str, Any]
+#: Tells copies of one shard apart; 0, or all zeros, is the main copy.
+ReplicaId: TypeAlias = int | tuple[int, ...]
+
+#: Megatron's name for the base of all errors that are raised on purpose.
+CheckpointingException = CheckpointError
+
+# The texts that this process has warned of.
+_logged_deprecations: dict[str, bool] = {}
+
+
+class AxisError(ShapeError, IndexError):
+    """An axis that the tensor does not have is named.
+
+    Examples
+    --------
+    >>> issubclass(AxisError, CheckpointingException) and issubclass(AxisError, IndexError)
+    True
+    """
+
+
+class ShardedBase(ABC):
+    """A leaf of a state dict that is a part of something global.
+
+    Examples
+    --------
+    >>> ShardedBase()
+    Traceback (most recent call last):
+    ...
+    TypeError: Can't instantiate abstract class ShardedBase with abstract methods ...
+    """
+
+    key: str
+    data: object
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise `CheckpointingException` if the fields contradict each other."""
+
+    @abstractmethod
+    def without_data(self) -> "ShardedBase":
+        """Return a copy whose `data` is None."""
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Tell whether a replica id is that of the main copy: 0, or an iterable of nothing but zeros.
+
+    Examples
+    --------
+    >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
+    (True, True, False)
+    """
+    parts = replica_id if isinstance(replica_id, Iterable) else (replica_id,)
+    return all(part == 0 for part in parts)
+
+
+def warn_once(text: str) -> None:
+    """Log a warning the first time that this process meets it."""
+    if text not in _logged_deprecations:
+        _logged_deprecations[text] = True
+        logger.warning(text)
+
+
+@contextmanager
+def about(key: object) -> Iterator[None]:
+    """Name `key` in problems that do not name one, and turn values of the wrong type into a `SpecError`.
+
+    Examples
+    --------
+    >>> with about("w"):
+    ...     raise ShapeError("too long")
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.ShapeError: too long: key 'w'
+    """
+    try:
+        yield
+    except ProblemError as problem:
+        if problem.key is None:
+            problem.key = str(key)
+        raise
+    except (TypeError, ValueError) as error:
+        raise SpecError("a field has a value of the wrong type", str(key), found=str(error)) from error

@@ -1,0 +1,338 @@
+"""What each name of `functional_ckpt.torch.mapping` does, and what it refuses; the key stands in every refusal."""
+
+import dataclasses
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from functional_ckpt.errors import CheckpointError, DTypeError, ShapeError, SpecError  # noqa: E402
+from functional_ckpt.torch import mapping  # noqa: E402
+from functional_ckpt.torch.mapping import (  # noqa: E402
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensor,
+    is_main_replica,
+)
+
+
+def plain(**changes):
+    """Rows 2 and 3 of 6, four columns; `changes` are made to its fields."""
+    fields = {
+        "key": "w",
+        "data": None,
+        "dtype": torch.float32,
+        "local_shape": (2, 4),
+        "global_shape": (6, 4),
+        "global_offset": (2, 0),
+        "axis_fragmentations": (3, 1),
+    }
+    return ShardedTensor(**{**fields, **changes})
+
+
+def flat(start, stop, shape=(2, 4), *offsets, **more):
+    return ShardedTensor.from_rank_offsets_flat(
+        "w", torch.arange(start, stop), shape, *offsets, flattened_range=slice(start, stop), **more
+    )
+
+
+# --- ShardedTensor: what it accepts ---
+
+
+def test_positional_fields():
+    shard = ShardedTensor("w", None, torch.int8, (3,), (1, 6), (0, 3), (1, 2), (0, 1), 1, True, slice(1, 2))
+    assert shard.spec.array.shape == (1, 6)
+    assert (shard.replica_id, shard.prepend_axis_num, shard.allow_shape_mismatch) == ((0, 1), 1, True)
+    assert shard.spec.flat == (1, 2)
+
+
+def test_the_exception_is_ours():
+    assert CheckpointingException is CheckpointError
+    with pytest.raises(CheckpointingException):
+        plain(global_offset=(2,))
+
+
+def test_spec_is_what_is_held():
+    spec = plain(replica_id=(0, 1)).spec
+    assert (spec.key, spec.array.dtype, spec.array.shape) == ("w", "float32", (6, 4))
+    assert (spec.box.start, spec.box.stop) == ((2, 0), (4, 4))
+    assert (spec.replica_id, spec.flat, spec.grid) == ((0, 1), None, (3, 1))
+
+
+def test_spec_follows_assignments():
+    shard = plain()
+    shard.key, shard.replica_id = "v", 3
+    assert (shard.spec.key, shard.spec.replica_id) == ("v", (3,))
+    shard.global_offset = (5, 0)
+    with pytest.raises(ShapeError, match="leaves its array: key 'v'"):
+        shard.validate_metadata_integrity()
+
+
+def test_a_grid_that_does_not_describe_the_shards_is_none():
+    assert plain(axis_fragmentations=(2, 1)).spec.grid is None
+    assert plain(axis_fragmentations=None).spec.grid is None
+
+
+def test_torch_sizes_do():
+    shard = plain(local_shape=torch.Size((2, 4)), global_shape=torch.Size((6, 4)), data=torch.ones(2, 4))
+    assert shard.spec == plain().spec
+
+
+def test_shards_of_no_dimension_and_of_no_extent():
+    assert ShardedTensor.from_rank_offsets("w", torch.tensor(3)).spec.size == 1
+    empty = ShardedTensor.from_rank_offsets("w", torch.ones(0, 3), (0, 1, 2))
+    assert empty.global_shape == (0, 3)
+    assert empty.local_chunk_offset_in_global() == (0, 0)
+
+
+def test_data_types_of_others_are_refused_by_spec_only():
+    shard = plain(dtype=torch.complex32)
+    with pytest.raises(DTypeError, match=r"key 'w'.*complex32"):
+        _ = shard.spec
+
+
+def test_it_travels():
+    shard = flat(3, 7, (2, 4), (0, 1, 3))
+    again = pickle.loads(pickle.dumps(shard))
+    assert again.spec == shard.spec
+    assert torch.equal(again.data, shard.data)
+
+
+def test_subclasses_stay_what_they_are():
+    class Mine(ShardedTensor):
+        pass
+
+    shard = Mine.from_rank_offsets("w", torch.arange(4))
+    assert type(shard) is type(shard.narrow(0, 1, 2)[0]) is type(shard.without_data()) is Mine
+    assert isinstance(shard, ShardedBase)
+
+
+# --- ShardedTensor: what it refuses ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"data": torch.ones(2, 4, dtype=torch.int32)}, DTypeError, "another data type"),
+        ({"data": torch.ones(4, 2)}, ShapeError, "another shape than its shard"),
+        ({"global_offset": (2,)}, ShapeError, "differ in length"),
+        ({"global_shape": (6,)}, ShapeError, "differ in length"),
+        ({"prepend_axis_num": 1}, ShapeError, "differ in length"),
+        ({"prepend_axis_num": -1}, ShapeError, "differ in length"),
+        ({"global_offset": (1, 0)}, ShapeError, "regular grid"),
+        ({"global_offset": (6, 0)}, ShapeError, "leaves its array"),
+        ({"global_offset": (2, 1)}, ShapeError, "leaves its array"),
+        ({"global_offset": (-2, 0)}, ShapeError, "0 <= start"),
+        ({"local_shape": (2, -4)}, ShapeError, "0 <= start"),
+        ({"global_shape": (6, -1)}, ShapeError, "out of bounds"),
+        ({"axis_fragmentations": (3,)}, ShapeError, "one positive number of fragments per axis"),
+        ({"axis_fragmentations": (3, 1, 1)}, ShapeError, "one positive number of fragments per axis"),
+        ({"axis_fragmentations": (0, 1)}, ShapeError, "one positive number of fragments per axis"),
+        ({"flattened_range": slice(2, 9)}, ShapeError, "flattened range leaves"),
+        ({"flattened_range": slice(3, 2)}, ShapeError, "flattened range leaves"),
+        ({"flattened_range": slice(-1, 2)}, ShapeError, "flattened range leaves"),
+        ({"flattened_range": slice(0, 4, 2)}, ShapeError, "has a step"),
+        ({"flattened_range": slice(2, 5), "data": torch.ones(4)}, ShapeError, "another shape than its shard"),
+        ({"flattened_range": slice(2, 5), "data": torch.ones(1, 3)}, ShapeError, "another shape than its shard"),
+        ({"local_shape": (2, 4.0)}, SpecError, "wrong type"),
+        ({"local_shape": 2}, SpecError, "wrong type"),
+        ({"global_offset": None}, SpecError, "wrong type"),
+        ({"axis_fragmentations": 3}, SpecError, "wrong type"),
+        ({"axis_fragmentations": (3.0, 1)}, SpecError, "wrong type"),
+        ({"replica_id": "main"}, SpecError, "wrong type"),
+        ({"flattened_range": slice("a", 3)}, SpecError, "wrong type"),
+    ],
+)
+def test_contradicting_fields_are_refused(changes, error, text):
+    with pytest.raises(error, match=text) as caught:
+        plain(**changes)
+    assert caught.value.key == "w"
+
+
+def test_a_key_is_text():
+    with pytest.raises(SpecError, match="key must be text"):
+        plain(key=7)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "text"),
+    [
+        ([(0, 0, 2), (0, 1, 2)], "rank offset is invalid"),
+        ([(0, 2, 2)], "rank offset is invalid"),
+        ([(0, -1, 2)], "rank offset is invalid"),
+        ([(0, 0, 0)], "rank offset is invalid"),
+        ([(-1, 0, 2)], "rank offset is invalid"),
+        ([(0, 0)], "wrong type"),
+    ],
+)
+def test_bad_rank_offsets_are_refused(offsets, text):
+    with pytest.raises(CheckpointingException, match=text) as caught:
+        ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), *offsets)
+    assert caught.value.key == "w"
+
+
+def test_an_axis_that_does_not_exist_is_an_index_error_too():
+    with pytest.raises(IndexError, match="key 'w'") as caught:
+        ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (2, 0, 2))
+    assert isinstance(caught.value, CheckpointingException)
+    assert type(pickle.loads(pickle.dumps(caught.value))) is mapping.AxisError
+
+
+# --- ShardedTensor: methods ---
+
+
+def test_from_rank_offsets_places_prepended_axes_first():
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 3, 8), (2, 1, 5), prepend_axis_num=1)
+    assert shard.global_shape == (8, 2, 20)
+    assert shard.global_offset == (3, 0, 4)
+    assert shard.axis_fragmentations == (8, 1, 5)
+    assert shard.local_shape == (2, 4)
+
+
+def test_from_rank_offsets_passes_fields_on():
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=(0, 2), allow_shape_mismatch=True)
+    assert (shard.replica_id, shard.allow_shape_mismatch, shard.dtype) == ((0, 2), True, torch.float32)
+
+
+def test_each_constructor_of_a_grid_has_its_kind_of_range():
+    with pytest.raises(ValueError, match="from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("w", torch.ones(2), flattened_range=slice(0, 2))
+    with pytest.raises(CheckpointingException, match="needs a flattened range"):
+        ShardedTensor.from_rank_offsets_flat("w", torch.ones(2), (2,))
+
+
+def test_global_slice_indexes_the_local_tensor():
+    whole = torch.arange(8 * 6 * 4).reshape(8, 6, 4)
+    shard = ShardedTensor.from_rank_offsets("w", whole[3, 2:4], (0, 3, 8), (1, 1, 3), prepend_axis_num=1)
+    assert shard.global_slice() == (3, slice(2, 4), slice(0, 4))
+    assert torch.equal(whole[shard.global_slice()], shard.data)
+
+
+def test_grid_helpers():
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 3, 8), (2, 1, 5), prepend_axis_num=1)
+    assert shard.has_regular_grid
+    assert shard.local_chunk_offset_in_global() == (3, 0, 1)
+    assert shard.max_allowed_chunks() == (1, 2, 4)
+
+
+def test_grid_helpers_of_irregular_shards():
+    shard = plain(axis_fragmentations=None, global_offset=(3, 0))
+    assert not shard.has_regular_grid
+    for method in (shard.local_chunk_offset_in_global, shard.max_allowed_chunks):
+        with pytest.raises(CheckpointingException, match="key 'w'"):
+            method()
+
+
+def test_fragments_that_do_not_divide_need_allow_shape_mismatch():
+    shard = plain(axis_fragmentations=(4, 1))
+    with pytest.raises(CheckpointingException, match=r"does not divide.*key 'w'"):
+        shard.max_allowed_chunks()
+    assert dataclasses.replace(shard, allow_shape_mismatch=True).max_allowed_chunks() == (1, 4)
+
+
+def test_without_data_is_a_copy():
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    assert shard.without_data().data is None
+    assert shard.data is not None
+    assert shard.without_data().spec == shard.spec
+
+
+def test_init_data():
+    shard = plain()
+    shard.init_data("cpu", torch.zeros)
+    assert (shard.data.shape, shard.data.dtype, shard.data.sum()) == ((2, 4), torch.float32, 0)
+    before = shard.data
+    shard.init_data("cpu")
+    assert shard.data is before
+    meta = plain(flattened_range=slice(3, 8))
+    meta.init_data(torch.device("meta"))
+    assert (meta.data.shape, meta.data.device.type) == ((5,), "meta")
+    meta.validate_metadata_integrity()
+
+
+def test_narrow_returns_a_view():
+    shard = ShardedTensor.from_rank_offsets("w", torch.arange(8).reshape(2, 4), (0, 1, 3), replica_id=2)
+    (part,) = shard.narrow(1, 1, 2)
+    assert (part.local_shape, part.global_shape, part.global_offset) == ((2, 2), (6, 2), (2, 0))
+    assert (part.axis_fragmentations, part.replica_id) == ((3, 1), 2)
+    part.data.zero_()
+    assert shard.data.tolist() == [[0, 0, 0, 3], [4, 0, 0, 7]]
+
+
+def test_narrow_does_not_count_prepended_axes():
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 3, 8), (2, 1, 5), prepend_axis_num=1)
+    for dim in (1, -1):
+        (part,) = shard.narrow(dim, 2, 2)
+        assert (part.global_shape, part.global_offset) == ((8, 2, 10), (3, 0, 2))
+    for dim in (2, -3):
+        with pytest.raises(IndexError, match="key 'w'"):
+            shard.narrow(dim, 0, 1)
+
+
+def test_narrow_needs_no_data():
+    (part,) = plain().narrow(0, 0, 1)
+    assert part.data is None
+    assert part.global_shape == (3, 4)
+
+
+@pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (1, -1, 2), (0, 0, -1), (0, 3, 0)])
+def test_narrow_refuses_ranges_outside(dim, start, length):
+    for shard in (plain(), plain(flattened_range=slice(1, 7))):
+        with pytest.raises(CheckpointingException, match="leaves the shard: key 'w'"):
+            shard.narrow(dim, start, length)
+
+
+def test_narrow_refuses_what_does_not_divide():
+    for extent, offset in ((7, 2), (6, 3)):
+        with pytest.raises(CheckpointingException, match="regular grid along the axis: key 'w'"):
+            plain(axis_fragmentations=None, global_shape=(extent, 4), global_offset=(offset, 0)).narrow(0, 0, 1)
+
+
+def test_a_flat_shard_narrowed_along_its_first_axis_is_one_or_none():
+    shard = flat(3, 7)
+    assert [(p.flattened_range, p.data.tolist()) for p in shard.narrow(0, 0, 1)] == [(slice(3, 4), [3])]
+    assert [(p.flattened_range, p.data.tolist()) for p in shard.narrow(0, 1, 1)] == [(slice(0, 3), [4, 5, 6])]
+    assert flat(5, 7).narrow(0, 0, 1) == []
+
+
+def test_a_flat_shard_narrowed_along_another_axis_is_one_per_unbroken_run():
+    shard = flat(1, 7)
+    parts = shard.narrow(1, 1, 2)
+    assert [p.data.tolist() for p in parts] == [[1, 2], [5, 6]]
+    assert [p.flattened_range for p in parts] == [slice(0, 2), slice(2, 4)]
+    assert {(p.local_shape, p.global_shape) for p in parts} == {((2, 2), (2, 2))}
+    parts[1].data.zero_()
+    assert shard.data.tolist() == [1, 2, 3, 4, 0, 0]
+
+
+def test_flat_shards_with_prepended_axes():
+    shard = ShardedTensor.from_rank_offsets_flat(
+        "w", torch.arange(5), (2, 4), (0, 3, 8), flattened_range=slice(2, 7), prepend_axis_num=1
+    )
+    assert (shard.global_shape, shard.spec.flat) == ((8, 2, 4), (2, 7))
+    assert [p.data.tolist() for p in shard.narrow(1, 3, 1)] == [[1]]
+
+
+def test_an_open_flattened_range_goes_to_the_end():
+    assert plain(flattened_range=slice(None, 3)).spec.flat == (0, 3)
+    assert plain(flattened_range=slice(3, None)).spec.flat == (3, 8)
+
+
+# --- is_main_replica, LocalNonpersistentObject ---
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "main"),
+    [(0, True), (1, False), (False, True), ((0, 0), True), ((0, 1), False), ((), True), ([0], True), ([0, 2], False)],
+)
+def test_is_main_replica(replica_id, main):
+    assert is_main_replica(replica_id) is main
+    assert plain(replica_id=replica_id).spec.is_main is main
+
+
+def test_local_objects():
+    thing = object()
+    assert LocalNonpersistentObject(thing).unwrap() is thing
+    assert not isinstance(LocalNonpersistentObject(thing), ShardedBase)
