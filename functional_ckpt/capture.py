@@ -43,11 +43,6 @@ class Captured:
     numbers: Mapping[str, range]
 
     @property
-    def common_keys(self) -> frozenset[str]:
-        """Keys of the arrays in `common`."""
-        return frozenset(leaf.key for leaf in self.common.arrays)
-
-    @property
     def common_count(self) -> int:
         """Number of buffers of `common`."""
         return sum(len(self.numbers[leaf.key]) for leaf in self.common.arrays)

@@ -32,11 +32,10 @@ from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
-from functional_ckpt.store.commit import manifest_digest
 from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_manifest
+from functional_ckpt.store.reading import check_identity, read_committed
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["load_tree", "read_object"]
@@ -54,13 +53,17 @@ def load_tree(
     """
     tracker = Tracker(report)
 
-    def open_it() -> tuple[Store, object, Manifest]:
+    opened: list[tuple[Store, object, Manifest]] = []
+
+    def open_it() -> str:
         store = open_store(path)
         identity = store.identity()
-        return store, identity, read_manifest(path)
+        manifest, digest = read_committed(store)
+        opened.append((store, identity, manifest))
+        return digest
 
-    store, identity, manifest = agree(gather, open_it)
-    digests = together(gather, lambda: manifest_digest(manifest.to_json())) if gather.size > 1 else []
+    digests = together(gather, open_it)
+    store, identity, manifest = opened[0]
     if len(set(digests)) > 1:
         raise PathNotSharedError("the ranks see different checkpoints under one path", path=store.url,
                                  remedy="Load from a path on a file system that all ranks share")  # fmt: skip

@@ -136,10 +136,8 @@ class Planner:
             rank, items, policy.layout, policy.replicas, self.shared_ok, self.owned_ok, budget
         )  # fmt: skip
         # The plan counts the shards of the items; buffers are there for tied leaves too.
-        held = [leaf.key for leaf in owns[rank].arrays]
-        numbers = [
-            n for key in [*(i.key for i in items if i.key in mine.common_keys), *held] for n in mine.numbers[key]
-        ]
+        held = {leaf.key for leaf in (*mine.common.arrays, *owns[rank].arrays)}
+        numbers = [number for item in items if item.key in held for number in mine.numbers[item.key]]
         shard = plan.pieces.shard
         renumbered = np.where(shard >= 0, np.array([*numbers, -1], np.int64)[shard], -1)
         return Agreed(state, arrays, attrs.evolve(plan, pieces=attrs.evolve(plan.pieces, shard=renumbered)))

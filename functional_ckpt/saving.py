@@ -176,8 +176,9 @@ def _publish(prepared: Prepared, store: Store, manifest: Manifest, receipts: lis
         tracker.enter("publish")
         if tracker.cancelled.is_set():
             raise SaveCancelledError("the save was cancelled")
-        if coordinates and (gather.size > 1 or prepared.site.mode == "marker"):
-            _check_presence(store, manifest)
+        # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
+        if gather.size > 1 or prepared.site.mode == "marker":
+            _check_presence(store, manifest, receipts[(gather.rank + 1) % gather.size])
 
     def confirm() -> None:
         # The others have given up by then and said that the save failed.
@@ -218,13 +219,11 @@ def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> Chu
     return ChunkRows.joined(renumbered)
 
 
-def _check_presence(store: Store, manifest: Manifest) -> None:
-    raise_problems(
-        problem
-        for entry in manifest.arrays
-        for index in entry.grid.touched(entry.spec.box)
-        if (problem := check_chunk(store, entry, index)) is not None
-    )
+def _check_presence(store: Store, manifest: Manifest, receipt: Receipt) -> None:
+    entries = [manifest.by_key[key] for key in receipt.keys]
+    rows = zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
+    found = (check_chunk(store, entries[array], entries[array].grid.index(chunk)) for array, chunk in rows)
+    raise_problems(problem for problem in found if problem is not None)
 
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:

@@ -272,27 +272,38 @@ def test_load_returns_the_saved_tree(saved, plain_tree, same):
 
 @pytest.mark.parametrize("verify", ["covered", "full", "none"])
 def test_verify_modes_see_a_flipped_bit_where_they_promise(verify, tmp_path, same, problems_of):
-    state = {"w": np.arange(64.0).reshape(8, 8)}
-    layout = LayoutPolicy(target_chunk_nbytes=256, min_chunk_nbytes=0)  # two chunks of four rows
+    state = {"w": np.arange(8.0 * 4096).reshape(8, 4096)}
+    layout = LayoutPolicy(target_chunk_nbytes=2**17, min_chunk_nbytes=0)  # two chunks of four rows
     save(state, tmp_path / "a", policy=SavePolicy(layout=layout, durability="none"))
     chunk = tmp_path / "a/w/c.1.0"
     data = bytearray(chunk.read_bytes())
     data[-1] ^= 1  # row 7
     chunk.write_bytes(data)
     policy = LoadPolicy(verify=verify)
-    spec = ArraySpec("w", (8, 8), "float64")
-    part = {"w": ShardSpec(spec, Box((2, 0), (6, 8)))}  # touches both chunks, covers neither
+    spec = ArraySpec("w", (8, 4096), "float64")
+    part = {"w": ShardSpec(spec, Box((2, 0), (6, 4096)))}  # touches both chunks, covers neither
     if verify == "full":
         (problem,) = problems_of(load, part, tmp_path / "a", policy=policy)
         assert (problem.key, problem.offset) == ("w", (4, 0))
     else:
         np.testing.assert_array_equal(load(part, tmp_path / "a", policy=policy)["w"], state["w"][2:6])
     if verify == "none":
-        assert load(zeros_like(state), tmp_path / "a", policy=policy)["w"][7, 7] != 63.0
+        assert load(zeros_like(state), tmp_path / "a", policy=policy)["w"][7, 4095] != 8 * 4096 - 1.0
     else:
         (problem,) = problems_of(load, zeros_like(state), tmp_path / "a", policy=policy)
         assert (type(problem).__name__, problem.key, problem.offset) == ("CorruptionError", "w", (4, 0))
         assert "c.1.0" in str(problem)
+
+
+def test_small_chunks_are_read_whole_and_checked(tmp_path, problems_of):
+    save({"w": np.arange(64.0).reshape(8, 8)}, tmp_path / "a", policy=SavePolicy(durability="none"))
+    chunk = tmp_path / "a/w/c.0.0"
+    data = bytearray(chunk.read_bytes())
+    data[-1] ^= 1
+    chunk.write_bytes(data)
+    part = {"w": ShardSpec(ArraySpec("w", (8, 8), "float64"), Box((0, 0), (1, 8)))}
+    assert [type(p).__name__ for p in problems_of(load, part, tmp_path / "a")] == ["CorruptionError"]
+    assert load(part, tmp_path / "a", policy=LoadPolicy(verify="none"))["w"][0, 7] == 7.0
 
 
 def test_strict_modes(saved, plain_tree, problems_of):

@@ -85,6 +85,9 @@ def plan_load(
         if problem is not None or entry is None:
             problems += [problem] if problem else []
             continue
+        if shard.array.shape == entry.spec.shape:
+            reads += [ArrayRead(shard.key, target.box, position, target) for target in fragments(shard)]
+            continue
         whole = entry.spec.box
         for target in fragments(shard):
             common = target.box.intersect(whole)

@@ -7,7 +7,7 @@ and answers anything else that is not a manifest with an error.
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 import attrs
@@ -249,13 +249,11 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
     shape = tuple(_int(n) for n in _list(record["shape"]))
     spec = ArraySpec(_str(record["key"]), shape, _str(record["dtype"]))
     chunk = tuple(_int(n) for n in _list(record["chunk"]))
-    codecs = tuple(_str(c) for c in _list(record.get("codecs", [])))
-    check_codecs(codecs)
+    codecs = tuple(_str(c) for c in _list(record["codecs"])) if "codecs" in record else ()
     stored = _str(record.get("stored", spec.dtype))
     rung = _str(record.get("rung", "exclusive"))
     digests = [bytes.fromhex(_str(d)) for d in _list(record["digests"])]
-    fits = len(chunk) == len(shape) and all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True))
-    if not fits or stored not in (spec.dtype, BITS.get(spec.dtype)) or ChunkGrid(shape, chunk).size != len(digests):
+    if not _fits(shape, chunk, spec.dtype, stored, len(digests)):
         raise CorruptionError("an array of the manifest is inconsistent", spec.key, None, shape, None, None, chunk)
     if any(len(d) != DIGEST_NBYTES for d in digests):
         raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
@@ -264,8 +262,21 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
         object_codec != "torch" or spec.dtype != "uint8" or len(shape) != 1 or not digests
     ):
         raise CorruptionError("an object of the manifest is inconsistent", spec.key, None, shape, found=object_codec)
-    layout = Layout(rung, chunk, codecs, stored)
-    return ArrayEntry(spec, layout, b"".join(digests), _path_of(record), object_codec)
+    return ArrayEntry(spec, _layout(rung, chunk, codecs, stored), b"".join(digests), _path_of(record), object_codec)
+
+
+# Arrays by the thousand have the same layout, and equal values may as well be one.
+@lru_cache(maxsize=1024)
+def _fits(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, stored: str, digests: int) -> bool:
+    if len(chunk) != len(shape) or not all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True)):
+        return False
+    return stored in (dtype, BITS.get(dtype)) and ChunkGrid(shape, chunk).size == digests
+
+
+@lru_cache(maxsize=1024)
+def _layout(rung: str, chunk: tuple[int, ...], codecs: tuple[str, ...], stored: str) -> Layout:
+    check_codecs(codecs)
+    return Layout(rung, chunk, codecs, stored)
 
 
 def _parse(document: Any) -> Manifest:

@@ -78,15 +78,18 @@ def with_waves(pieces: Pieces, owned: OwnedChunks, arrays: Sequence[ArrayPlan], 
             plan.spec.shape, None, f"at least {_SHARES * plan.chunk_nbytes} bytes", budget_nbytes,
             "Pass a larger budget_nbytes, or a smaller LayoutPolicy(target_chunk_nbytes=...)",
         )  # fmt: skip
-    waves = np.zeros(len(owned), np.int64)
-    held: dict[int, tuple[int, int]] = {}
-    for position, (rank, size) in enumerate(zip(owned.owner.tolist(), nbytes.tolist(), strict=True)):
-        wave, used = held.get(rank, (0, 0))
-        wave, used = (wave, used + size) if used + size <= limit else (wave + 1, size)
-        held[rank] = wave, used
-        waves[position] = wave
-    if not waves.any():
+    held = np.bincount(owned.owner, nbytes) if len(owned) else np.zeros(1)
+    if held.max() <= limit:
         return pieces
+    # An owner's chunks in order, cut where what came before passes a multiple of `share`: the last chunk of a wave may
+    # reach beyond it, by less than the largest chunk.
+    share = limit - int(nbytes.max()) + 1
+    order = np.argsort(owned.owner, kind="stable")
+    before = np.cumsum(nbytes[order]) - nbytes[order]
+    begin = np.flatnonzero(np.diff(owned.owner[order], prepend=-1))
+    before -= np.repeat(before[begin], np.diff(np.append(begin, len(order))))
+    waves = np.zeros(len(owned), np.int64)
+    waves[order] = before // share
     # Chunks are numbered through all arrays, in whose order both tables are.
     first = np.cumsum([0, *(plan.grid.size for plan in arrays)])
     at = np.searchsorted(first[owned.array] + owned.chunk, first[pieces.array] + pieces.chunk)

@@ -15,8 +15,10 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Ints
 from functional_ckpt.spec.placement import PlacedShard, Placement, Replicate, StridedShard, axis_spans, from_placements
+from functional_ckpt.spec.sharding import ShardSpec
 
 __all__ = ["Mesh", "PlacedArray", "Sharding", "Split", "common_face", "is_even", "relabelled", "split_of"]
 
@@ -109,7 +111,13 @@ class Sharding:
 
     def parts(self, array: ArraySpec, rank: int) -> tuple[PlacedShard, ...]:
         """Return what `rank` holds of `array`, and where in its local tensor."""
-        return from_placements(array, self.mesh.shape, self.mesh.coordinate(rank), self.placements)
+        return tuple(
+            PlacedShard(ShardSpec(array, box, replica), local) for box, replica, local in self.places(array.shape, rank)
+        )
+
+    def places(self, shape: tuple[int, ...], rank: int) -> "tuple[Place, ...]":
+        """Return box, replica id and region of the local tensor of each shard that `rank` holds; remembered."""
+        return _places_of(self, shape, rank)
 
     def axes_of(self, dim: int, ndim: int) -> tuple[int, ...]:
         """Return the mesh axes that cut axis `dim` of an array with `ndim` axes."""
@@ -119,6 +127,18 @@ class Sharding:
         """Return ``(split factor, size)`` of each mesh axis that cuts axis `dim`, in mesh order."""
         placed = [(self.placements[axis], self.mesh.shape[axis]) for axis in self.axes_of(dim, ndim)]
         return tuple((p.split_factor if isinstance(p, StridedShard) else 1, size) for p, size in placed)
+
+
+#: Where a shard lies in the array, its replica id, and where it lies in the rank's local tensor.
+Place = tuple[Box, tuple[int, ...], Box]
+
+
+@lru_cache(maxsize=4096)
+def _places_of(sharding: Sharding, shape: tuple[int, ...], rank: int) -> tuple[Place, ...]:
+    mesh = sharding.mesh
+    any_array = ArraySpec("", shape, "bool")
+    parts = from_placements(any_array, mesh.shape, mesh.coordinate(rank), sharding.placements)
+    return tuple((part.shard.box, part.shard.replica_id, part.local) for part in parts)
 
 
 @lru_cache(maxsize=256)

@@ -159,7 +159,8 @@ class _Wave:
 
     def _box(self, array: int, chunk: int) -> Box:
         plan = self.arrays[array]
-        return plan.spec.box if plan.grid.is_single else plan.grid.box(plan.grid.index(chunk))
+        grid = plan.grid
+        return plan.spec.box if grid.is_single else grid.box(grid.index(chunk))
 
     def _nbytes(self, rows: Sequence[int]) -> int:
         return sum(self._rows[row][-1] * self.arrays[self._rows[row][0]].spec.itemsize for row in rows)

@@ -26,7 +26,19 @@ from functional_ckpt.store.encoding import (
     numpy_dtype,
 )
 
-__all__ = ["check_chunk", "check_digest", "chunk_nbytes", "create_chunk", "read_chunk", "write_chunk", "write_header"]
+__all__ = [
+    "SMALL_CHUNK_NBYTES",
+    "check_chunk",
+    "check_digest",
+    "chunk_nbytes",
+    "create_chunk",
+    "read_chunk",
+    "write_chunk",
+    "write_header",
+]
+
+#: Up to here a chunk is read whole even where only a piece is wanted.
+SMALL_CHUNK_NBYTES = 64 * 2**10
 
 
 def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> StorageError | None:
@@ -48,21 +60,31 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
     return None
 
 
-def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...], part: Box | None = None) -> Array:
+def read_chunk(
+    store: Store,
+    spec: ArraySpec,
+    layout: Layout,
+    index: tuple[int, ...],
+    part: Box | None = None,
+    copied: bool = False,
+) -> Array:
     """Return the cells of one chunk, clipped to the array: a view of mapped bytes where chunks are plain.
 
-    With `part` (in the chunk's coordinates) only those cells will be looked at, so that nothing else is fetched.
+    With `part` (in the chunk's coordinates) only those cells will be looked at, so that nothing else is fetched. With
+    `copied` a plain chunk is read rather than mapped, which takes fewer calls.
     """
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     if is_raw(layout):
-        mapped = store.map(f"{node_name(spec.key)}/{chunk_name(index)}", _byte_ranges(spec, layout, part))
+        name = f"{node_name(spec.key)}/{chunk_name(index)}"
+        data = store.read(name) if copied else None
+        mapped = data if data is not None else store.map(name, _byte_ranges(spec, layout, part))
         if len(mapped) != chunk_nbytes(layout):
             raise CorruptionError(
                 "a stored chunk has a wrong size", spec.key, None, spec.shape, box.start,
                 f"{chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
             )  # fmt: skip
         whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
-        clipped: Array = whole[region_of(box.start, box.start, box.stop)]
+        clipped: Array = whole if box.shape == layout.chunk else whole[region_of(box.start, box.start, box.stop)]
         return clipped
     from functional_ckpt.store.zarr import open_array, read_box
 

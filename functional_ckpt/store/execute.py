@@ -7,6 +7,7 @@ detour over the grid: a small tensor costs two file creations and little else.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import mul
 from typing import Any, cast
 
 import attrs
@@ -24,7 +25,14 @@ from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
-from functional_ckpt.store.chunk import check_digest, chunk_nbytes, read_chunk, write_chunk, write_header
+from functional_ckpt.store.chunk import (
+    SMALL_CHUNK_NBYTES,
+    check_digest,
+    chunk_nbytes,
+    read_chunk,
+    write_chunk,
+    write_header,
+)
 from functional_ckpt.store.encoding import (
     Array,
     as_bytes,
@@ -240,13 +248,16 @@ def _read_pieces(
 
 def _read_piece(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
     """Return the cells of a piece; the whole chunk is read and checked if `verify` wants that or they are all of it."""
-    chunk = entry.grid.box(piece.index)
-    part = piece.box.relative_to(chunk)
-    all_of_it = verify == "full" or piece.whole
-    values = read_chunk(store, entry.spec, entry.layout, piece.index, None if all_of_it else part)
+    start = tuple(map(mul, piece.index, entry.layout.chunk))
+    region = region_of(start, piece.box.start, piece.box.stop)
+    # A small chunk costs no more to read than a piece of it.
+    small = is_raw(entry.layout) and chunk_nbytes(entry.layout) <= SMALL_CHUNK_NBYTES
+    all_of_it = verify == "full" or piece.whole or small
+    part = None if all_of_it else piece.box.relative_to(entry.grid.box(piece.index))
+    values = read_chunk(store, entry.spec, entry.layout, piece.index, part, small)
     if all_of_it and verify != "none":
         check_digest(entry, piece.position, digest(values))
-    cells: Array = values[region_of((0,) * part.ndim, part.start, part.stop)]
+    cells: Array = values[region]
     return cells
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
+from functional_ckpt.store.base import BLOCK_NBYTES, PAGE_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
 
 __all__ = ["NEW", "FileStore", "exchange_paths", "sync_directory"]
 
@@ -109,10 +109,17 @@ class FileStore:
         """Return a file's bytes, or None."""
         with storage_errors("reading", name):
             try:
-                with open(_open_plain(self._prefix + name), "rb") as file:
-                    return file.read()
+                file = _open_plain(self._prefix + name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            try:
+                found = os.read(file, PAGE_NBYTES)
+                if len(found) < PAGE_NBYTES:  # a small file needs no more
+                    return found
+                with open(file, "rb", closefd=False) as rest:
+                    return found + rest.read()
+            finally:
+                os.close(file)
 
     def nbytes_of(self, name: str) -> int | None:
         """Return a file's size, or None."""

@@ -20,7 +20,7 @@ from functional_ckpt.store.encoding import array_metadata, digest, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
-__all__ = ["VerifyReport", "check_identity", "read_manifest", "verify"]
+__all__ = ["VerifyReport", "check_identity", "read_committed", "read_manifest", "verify"]
 
 _BUDGET_NBYTES = 2**30
 
@@ -42,7 +42,11 @@ def read_manifest(path: str | Path) -> Manifest:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://nothing, ...
     """
-    store = open_store(path)
+    return read_committed(open_store(path))[0]
+
+
+def read_committed(store: Store) -> tuple[Manifest, str]:
+    """Return the manifest of a store, and its digest as the root records it; see `read_manifest`."""
     expected = _committed_digest(store)
     data = store.read(MANIFEST)
     if data is None or manifest_digest(data) != expected:
@@ -51,7 +55,7 @@ def read_manifest(path: str | Path) -> Manifest:
             path=f"{store.url}/{MANIFEST}", expected=expected, found=None if data is None else manifest_digest(data),
             remedy="Restore the file, or load another checkpoint",
         )  # fmt: skip
-    return Manifest.from_json(data)
+    return Manifest.from_json(data), expected
 
 
 def _committed_digest(store: Store) -> str:

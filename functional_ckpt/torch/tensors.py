@@ -101,19 +101,21 @@ class TorchLeaves:
         _check_type(key, leaf)
         if leaf.is_meta:
             raise UnsupportedLeafError("a meta tensor has no data to save", key, rank, tuple(leaf.shape))
-        return self._held(key, leaf)
+        return self._held(key, leaf, _local(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a tensor that is loaded."""
         _check_type(key, leaf)
-        if leaf.is_meta:
-            leaf = _allocated(leaf, device)
-        elif leaf.is_conj() or leaf.is_neg():
+        leaf = _allocated(leaf, device) if leaf.is_meta else leaf
+        local = _local(leaf)
+        if local.is_conj() or local.is_neg():
             raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(leaf.shape))
-        elif any(step == 0 and n > 1 for n, step in zip(leaf.shape, leaf.stride(), strict=True)):
+        if 0 in local.stride() and any(
+            step == 0 and n > 1 for n, step in zip(local.shape, local.stride(), strict=True)
+        ):
             raise SpecError("an expanded tensor has too little memory to be filled", key, rank, tuple(leaf.shape),
                             remedy="Pass a contiguous copy")  # fmt: skip
-        return Target(self._held(key, leaf), lambda: leaf)
+        return Target(self._held(key, leaf, local), lambda: leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -126,14 +128,15 @@ class TorchLeaves:
         """Return a new tensor on the CPU."""
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
-    def _held(self, key: str, leaf: torch.Tensor) -> HeldArray:
+    def _held(self, key: str, leaf: torch.Tensor, local: torch.Tensor) -> HeldArray:
         spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
         if isinstance(leaf, DTensor):
-            local = leaf.to_local().detach()
             # An empty local tensor has no address, but ties must agree on all ranks: its storage tells (and lives as
             # long as `leaf`, which `local` does not, so that another would get its id).
-            empty = (local.untyped_storage()._cdata, spec.shape, spec.dtype, leaf.placements)
-            identity = _identity(local, leaf.placements) if local.numel() else empty
+            placements = leaf.placements
+            identity = _identity(local, placements) if local.numel() else (
+                local.untyped_storage()._cdata, spec.shape, spec.dtype, placements,
+            )  # fmt: skip
             sharding, buffers = _placed(spec, leaf, local)
             return HeldArray(spec, buffers, False, identity, sharding, place=dist.get_rank())
         plain = leaf.detach() if leaf.requires_grad else leaf
@@ -142,15 +145,43 @@ class TorchLeaves:
         return HeldArray(spec, (_buffer(plain),), True, _identity(leaf, ()))
 
 
+def _local(leaf: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that is here."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    # to_local goes through autograd, which costs more than all else that is done to a small tensor.
+    local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
+    return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local
+
+
 def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor) -> tuple[Sharding, tuple[Buffer, ...]]:
-    sharding = Sharding(_mesh(leaf.device_mesh), tuple(_placement(spec.key, p) for p in leaf.placements))
+    sharding = _sharding(spec.key, leaf.device_mesh, leaf.placements)
+    shape = tuple(local.shape)
     buffers: list[Buffer] = []
-    for part in sharding.parts(spec, dist.get_rank()):
-        if not Box.from_shape(tuple(local.shape)).contains(part.local):
+    for box, _, region in sharding.places(spec.shape, dist.get_rank()):
+        if region.shape == shape:
+            buffers.append(_buffer(local))
+            continue
+        if not Box.from_shape(shape).contains(region):
             raise SpecError("a DTensor's local tensor does not fit its placements", spec.key, None, spec.shape,
-                            part.shard.box.start, part.local.shape, tuple(local.shape))  # fmt: skip
-        buffers.append(_buffer(local[part.local.slices] if part.local.size else local))
+                            box.start, region.shape, shape)  # fmt: skip
+        buffers.append(_buffer(local[region.slices] if region.size else local))
     return sharding, tuple(buffers)
+
+
+def _sharding(key: str, mesh: Any, placements: tuple[Any, ...]) -> Sharding:
+    known = _SHARDINGS.get((mesh, placements))
+    if known is None:
+        known = Sharding(_mesh(mesh), tuple(_placement(key, placement) for placement in placements))
+        if len(_SHARDINGS) >= _MAX_SHARDINGS:
+            _SHARDINGS.clear()
+        _SHARDINGS[mesh, placements] = known
+    return known
+
+
+#: Meshes and placements as values: a state has thousands of tensors and few of these.
+_SHARDINGS: dict[tuple[Any, tuple[Any, ...]], Sharding] = {}
+_MAX_SHARDINGS = 256
 
 
 @lru_cache(maxsize=64)
@@ -224,7 +255,7 @@ def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
     if not address:  # meta tensors and empty ones
         return id(tensor)
     place = (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-    return (*place, tensor.is_conj(), tensor.is_neg(), *map(str, placements))
+    return (*place, tensor.is_conj(), tensor.is_neg(), placements)
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
