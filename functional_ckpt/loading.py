@@ -2,7 +2,7 @@
 
 import difflib
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
-from functional_ckpt.plan.load import LoadPlan, plan_load
+from functional_ckpt.plan.layout import ArrayPlan
+from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
@@ -32,7 +34,9 @@ from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.encoding import digest
+from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import check_identity, read_committed
@@ -70,16 +74,21 @@ def load_tree(
     seeker = _Seeker(manifest, store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
-    def plan() -> tuple[str, ...]:
+    def plan() -> _Wish:
         tracker.enter("plan")
         skeleton = seeker.seek(like)
         kept.append((skeleton, seeker.plan()))
-        return tuple(seeker.used)
+        return seeker.wish(kept[0][1])
 
-    used = {key for keys in together(gather, plan) for key in keys}
+    wishes = together(gather, plan)
     skeleton, load_plan = kept[0]
-    agree(gather, lambda: _check_unexpected(manifest, used, policy))
-    agree(gather, lambda: seeker.read(load_plan, identity, tracker))
+
+    def share() -> tuple[LoadPlan, Pieces | None]:
+        _check_unexpected(manifest, {key for wish in wishes for key in wish.used}, policy)
+        return seeker.share(load_plan, wishes)
+
+    mine, moved = agree(gather, share)
+    agree(gather, lambda: seeker.read(mine, moved, identity, tracker))
 
     def finish() -> Any:
         loaded = _resolved(skeleton)
@@ -87,6 +96,15 @@ def load_tree(
         return loaded
 
     return agree(gather, finish)
+
+
+@attrs.frozen(eq=False)
+class _Wish:
+    """What a rank tells the others before a load: keys that it uses, and with `read_once` what it wants to read."""
+
+    used: tuple[str, ...]
+    wanted: Pieces | None
+    budget_nbytes: int
 
 
 @attrs.frozen(eq=False)
@@ -142,11 +160,47 @@ class _Seeker:
         raise_problems(problem for problem in problems if problem is not None)
         return plan
 
-    def read(self, plan: LoadPlan, identity: object, tracker: Tracker) -> None:
+    def wish(self, plan: LoadPlan) -> _Wish:
+        """Return what the other ranks must know."""
+        wanted: Pieces | None = None
+        if self.policy.read_once and isinstance(self.gather, Exchange):
+            entries = self.manifest.arrays
+            numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
+            numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
+            ndim = max((len(entry.spec.shape) for entry in entries), default=1) or 1
+            wanted = wanted_pieces(plan, numbers, ndim, self.gather.rank)
+        return _Wish(tuple(self.used), wanted, self.policy.budget_nbytes)
+
+    def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
+        """Return what this rank reads by itself, and what it reads for others or gets from them."""
+        wanted = [wish.wanted for wish in wishes if wish.wanted is not None]
+        if len(wanted) < len(wishes):
+            if wanted:
+                raise SpecError("some ranks read once and others do not", expected="one LoadPolicy on all ranks")
+            return plan, None
+        arrays = [ArrayPlan(entry.spec, entry.layout) for entry in self.manifest.arrays]
+        budget = min(wish.budget_nbytes for wish in wishes)
+        alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
+        return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
+
+    def read(self, plan: LoadPlan, moved: Pieces | None, identity: object, tracker: Tracker) -> None:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
-        tracker.enter("read", sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads))
-        read_plan(plan, entries, self.buffers, self.store, policy.budget_nbytes, policy.verify, tracker.add)
+        budget, verify, failure = policy.budget_nbytes, policy.verify, None
+        total = sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
+        if moved is not None:
+            total += nbytes_read([entry.layout for entry in self.manifest.arrays], moved, self.gather.rank)
+        tracker.enter("read", total)
+        try:
+            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
+        except Exception as error:
+            if moved is None:
+                raise
+            failure = error
+        if moved is not None and isinstance(self.gather, Exchange):
+            read_and_distribute(
+                moved, self.manifest.arrays, self.buffers, self.store, self.gather, budget, verify, tracker.add, failure
+            )
         check_identity(self.store, identity)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import NotImplementedYet, PolicyError
+from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.spec.tree import has_prefix
 
@@ -140,7 +140,13 @@ class LoadPolicy:
     device
         Where meta tensors are allocated, such as ``"cuda"``.
     read_once
-        Read each chunk on one rank and exchange the pieces (announced).
+        Read each chunk that several ranks want on one of them and exchange the pieces: less to read, more to send.
+        On a group that cannot exchange data every rank reads what it needs.
+    budget_nbytes
+        Extra host memory for the pieces in flight on this rank, in bytes. With `read_once` it must hold the largest
+        chunk that several ranks want three times.
+    timeout_s
+        Longest wait for another rank, in seconds.
 
     Examples
     --------
@@ -168,9 +174,6 @@ class LoadPolicy:
             )
         if isinstance(self.safe_globals, str) and self.safe_globals != "trust":
             raise PolicyError("safe_globals is unknown", expected="classes, or 'trust'", found=repr(self.safe_globals))
-        if self.read_once:
-            raise NotImplementedYet("read_once needs the exchange between ranks, which comes with the next release",
-                                    remedy="Leave it False: every rank reads what it needs")  # fmt: skip
 
     def selects(self, key: str) -> bool:
         """Tell whether the leaf `key` is to be loaded.

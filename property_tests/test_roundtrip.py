@@ -101,8 +101,9 @@ def test_w1_any_world_loads_what_any_other_saved(case, policy):
         for entry in manifest.arrays:
             event(f"rung: {entry.layout.rung}")
         expected = model.deal(target, arrays)
-        for verify in ("full", "covered"):
-            found = load_world(target, arrays, path, LoadPolicy(strict="ignore", verify=verify))
+        for verify, once in (("full", False), ("covered", True)):
+            policy = LoadPolicy(strict="ignore", verify=verify, read_once=once, budget_nbytes=2**10)
+            found = load_world(target, arrays, path, policy)
             for rank, shards in enumerate(target.ranks):
                 for at, shard in enumerate(shards):
                     same = model.bits(found[rank][at]) == model.bits(expected[rank][at])

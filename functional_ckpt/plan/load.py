@@ -1,8 +1,9 @@
-"""Who reads what: `plan_load` intersects wanted shards with stored arrays."""
+"""Who reads what: `plan_load` intersects wanted shards with stored arrays, `plan_read_once` shares the reading."""
 
 from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
 
 from functional_ckpt.errors import (
     CastError,
@@ -11,13 +12,17 @@ from functional_ckpt.errors import (
     ShapeError,
     raise_problems,
 )
+from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.save import Move
+from functional_ckpt.plan.owner import choose_owners, with_waves
+from functional_ckpt.plan.pieces import Pieces, by_chunk, cut_at_chunks
+from functional_ckpt.plan.save import padded_chunks
 from functional_ckpt.spec.array import can_cast
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment, ShardSpec, fragments
+from functional_ckpt.spec.table import padded, padded_shapes
 
-__all__ = ["ArrayRead", "Fill", "LoadPlan", "plan_load"]
+__all__ = ["ArrayRead", "Fill", "LoadPlan", "plan_load", "plan_read_once", "reads_of", "wanted_pieces"]
 
 
 @attrs.frozen(order=True)
@@ -49,7 +54,6 @@ class LoadPlan:
 
     reads: tuple[ArrayRead, ...]
     fills: tuple[Fill, ...] = ()
-    moves: tuple[Move, ...] = ()
 
 
 def plan_load(
@@ -97,6 +101,70 @@ def plan_load(
             fills += [Fill(shard.key, box, position, target) for box in outside]
     raise_problems(problems)
     return LoadPlan(tuple(reads), tuple(fills))
+
+
+def wanted_pieces(plan: LoadPlan, numbers: Mapping[str, int], ndim: int, rank: int) -> Pieces:
+    """Return what `rank` reads as rows, for the other ranks; `numbers` are those of the stored arrays.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.box import Box
+    >>> read = ArrayRead("w", Box((2,), (4,)), 0, Fragment(Box((2,), (4,)), 0))
+    >>> wanted_pieces(LoadPlan((read,)), {"w": 7}, 2, 1).start.tolist()
+    [[0, 2]]
+    """
+    reads = plan.reads
+    zero = np.zeros(len(reads), np.int64)
+    return Pieces(
+        np.array([numbers[read.key] for read in reads], np.int64),
+        zero - 1,
+        padded([read.box.start for read in reads], ndim, 0),
+        padded([read.box.stop for read in reads], ndim, 1),
+        padded([read.target.box.start for read in reads], ndim, 0),
+        padded([read.target.box.stop for read in reads], ndim, 1),
+        zero + rank,
+        np.array([read.shard for read in reads], np.int64),
+        np.array([read.target.run for read in reads], np.int64),
+        zero + rank,
+        zero,
+    )
+
+
+def plan_read_once(
+    arrays: Sequence[ArrayPlan], wanted: Sequence[Pieces], rank: int, budget_nbytes: int
+) -> tuple[Pieces, Pieces]:
+    """Plan the reads of all ranks so that each chunk is read by one: return what `rank` reads alone, and what moves.
+
+    `wanted` are the `wanted_pieces` of all ranks. A chunk of which several pieces are wanted is read by a rank that
+    wants a largest one, a hash picks among equals; it is the `target` of the pieces, and who wants one is its `source`.
+
+    Raises
+    ------
+    PolicyError
+        If the budget is smaller than a chunk and its messages.
+    """
+    ndim = wanted[0].start.shape[1]
+    shapes = padded_shapes([plan.spec for plan in arrays], ndim)
+    pieces = cut_at_chunks(Pieces.joined(wanted), shapes, padded_chunks(arrays, ndim))
+    _, counts = by_chunk(pieces)
+    shared = np.repeat(counts > 1, counts)
+    alone = pieces.take(~shared & (pieces.source == rank))
+    moved, owned = choose_owners(pieces.take(shared), arrays)
+    moved = with_waves(moved, owned, arrays, budget_nbytes)
+    return alone, moved.take((moved.source == rank) | (moved.target == rank))
+
+
+def reads_of(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[ArrayRead, ...]:
+    """Return rows as reads, the inverse of `wanted_pieces`."""
+    reads: list[ArrayRead] = []
+    names = ("array", "start", "stop", "low", "high", "shard", "run")
+    rows = zip(*(getattr(pieces, name).tolist() for name in names), strict=True)
+    for array, start, stop, low, high, shard, run in rows:
+        spec = arrays[array].spec
+        front = len(start) - len(spec.shape)
+        target = Fragment(Box(low[front:], high[front:]), run)
+        reads.append(ArrayRead(spec.key, Box(start[front:], stop[front:]), shard, target))
+    return tuple(reads)
 
 
 def _mismatch(entry: ArrayEntry | None, shard: ShardSpec, cast: str, reshape: bool) -> ProblemError | None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.pieces import Pieces
+from functional_ckpt.plan.pieces import Pieces, by_chunk
 from functional_ckpt.spec.columns import Columns, Ints, mix, to_column
 from functional_ckpt.spec.table import key_hashes
 
@@ -34,13 +34,10 @@ def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, 
     """
     if not len(pieces):
         return pieces, OwnedChunks([], [], [])
-    is_first = np.ones(len(pieces), bool)
-    is_first[1:] = (np.diff(pieces.array) != 0) | (np.diff(pieces.chunk) != 0)
-    begin = np.flatnonzero(is_first)
-    counts = np.diff(np.append(begin, len(pieces)))
+    begin, counts = by_chunk(pieces)
     sizes = pieces.sizes
     largest = np.flatnonzero(sizes == np.repeat(np.maximum.reduceat(sizes, begin), counts))
-    group = np.cumsum(is_first)[largest] - 1
+    group = np.repeat(np.arange(len(begin)), counts)[largest]
     rivals = np.bincount(group, minlength=len(begin))
     chunk, array = pieces.chunk[begin], pieces.array[begin]
     picked = pick_owner(key_hashes([plan.spec for plan in arrays])[array], chunk, rivals)

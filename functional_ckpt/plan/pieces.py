@@ -7,7 +7,7 @@ from functional_ckpt.spec.columns import Columns, Ints, ravelled, to_column
 from functional_ckpt.spec.flat import flat_rows
 from functional_ckpt.spec.table import ShardTable
 
-__all__ = ["Pieces", "chunk_spans", "cut_at_chunks", "pieces_of", "row_order"]
+__all__ = ["Pieces", "by_chunk", "chunk_spans", "cut_at_chunks", "pieces_of", "row_order"]
 
 
 @attrs.frozen(eq=False)
@@ -78,6 +78,14 @@ def chunk_spans(pieces: Pieces, chunks: Ints) -> tuple[Ints, Ints]:
     extent = chunks[pieces.array]
     first = pieces.start // extent
     return first, np.where(pieces.stop > pieces.start, -(-pieces.stop // extent) - first, 0)
+
+
+def by_chunk(pieces: Pieces) -> tuple[Ints, Ints]:
+    """Return where the rows of each chunk begin, and how many they are; rows are sorted by array and chunk."""
+    is_first = np.ones(len(pieces), bool)
+    is_first[1:] = (np.diff(pieces.array) != 0) | (np.diff(pieces.chunk) != 0)
+    begin = np.flatnonzero(is_first)
+    return begin, np.diff(np.append(begin, len(pieces)))
 
 
 def cut_at_chunks(pieces: Pieces, shapes: Ints, chunks: Ints) -> Pieces:

@@ -9,7 +9,7 @@ from functional_ckpt.errors import LayoutError, ProblemError, ReplicaError, rais
 from functional_ckpt.plan.check import check_conflicts, check_cover
 from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
 from functional_ckpt.plan.owner import choose_owners, with_waves
-from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, pieces_of, row_order
+from functional_ckpt.plan.pieces import Pieces, by_chunk, cut_at_chunks, pieces_of, row_order
 from functional_ckpt.plan.replica import choose_writers
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
@@ -327,6 +327,6 @@ def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
 
 def _shared_digests(pieces: Pieces) -> Owners:
     """Return the chunks in several pieces, each digested by whoever writes its first cell."""
-    begin = np.flatnonzero(np.diff(pieces.array, prepend=-1) | np.diff(pieces.chunk, prepend=-1))
-    shared = begin[np.diff(np.append(begin, len(pieces))) > 1]
+    begin, counts = by_chunk(pieces)
+    shared = begin[counts > 1]
     return Owners(pieces.array[shared], pieces.chunk[shared], pieces.source[shared])

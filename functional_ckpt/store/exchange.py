@@ -81,16 +81,18 @@ class Message:
 
 
 def deliver(
-    exchange: Exchange, outgoing: Mapping[int, Message], incoming: Mapping[int, Message]
+    exchange: Exchange,
+    outgoing: Mapping[int, Message],
+    incoming: Mapping[int, Message],
+    failure: Exception | None = None,
 ) -> tuple[Traffic, Exception | None]:
     """Send and receive one wave's messages, at most one to and from each rank; return what was sent, and a failure.
 
-    A message that cannot be packed or unpacked is such a failure: it does not keep the others waiting, they get zeros.
-    What the exchange itself raises is raised.
+    A message that cannot be packed or unpacked is such a failure: it does not keep the others waiting. From a rank on
+    which something has failed they get zeros. What the exchange itself raises is raised.
     """
     rank, size = exchange.rank, exchange.size
     steps = {(target - rank) % size for target in outgoing} | {(rank - source) % size for source in incoming}
-    failure: Exception | None = None
     traffic = Traffic()
     for step in sorted(steps):
         target, source = (rank + step) % size, (rank - step) % size

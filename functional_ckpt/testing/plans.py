@@ -22,7 +22,7 @@ from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing.shardings import array_specs, keys
 
-__all__ = ["json_values", "layout_policies", "manifests", "policies"]
+__all__ = ["json_values", "layout_policies", "manifests", "moving_policies", "policies"]
 
 _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 
@@ -45,6 +45,36 @@ def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
         shared_chunk_nbytes=draw(st.integers(1, 64)),
         codecs=draw(pairs) if codecs else (),
         extended_dtypes=draw(st.sampled_from(["native", "bits"])),
+    )
+
+
+@st.composite
+def moving_policies(draw: DrawFn) -> SavePolicy:
+    """Generate save policies under which no shard is large enough for chunks of its own, so that pieces move.
+
+    The byte budget holds one or two of the largest chunks that there can be, so that they move in several waves.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> policy = find(moving_policies(), lambda policy: True)
+    >>> policy.layout.target_chunk_nbytes, policy.budget_nbytes
+    (16, 48)
+    """
+    largest = draw(st.integers(16, 96))  # no element is larger
+    layout = LayoutPolicy(
+        target_chunk_nbytes=largest,
+        min_chunk_nbytes=2**20,
+        shared_chunk_nbytes=largest,
+        codecs=draw(st.sampled_from([(), (), (("", ("zstd", "crc32c")),)])),
+        extended_dtypes=draw(st.sampled_from(["native", "bits"])),
+    )
+    return SavePolicy(
+        layout=layout,
+        replicas=draw(st.sampled_from(["elect", "declared"])),
+        consolidate=draw(st.booleans()),
+        durability="none",
+        budget_nbytes=3 * largest + draw(st.integers(0, 3 * largest)),
     )
 
 

@@ -219,6 +219,8 @@ def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: in
 def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[PlacedArray]:
     """Generate arrays placed on one or two meshes, whose ranks come in any order; up to `spare` ranks are on neither.
 
+    Arrays of few axes may be long, so that a small target makes many chunks of them.
+
     Examples
     --------
     >>> from hypothesis import find
@@ -228,9 +230,10 @@ def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[Pla
     shapes_of = draw(st.lists(meshes(2), min_size=1, max_size=2))
     ranks = range(max(map(prod, shapes_of)) + draw(st.integers(0, spare)))
     known = [Mesh(shape, draw(st.permutations(ranks))[: prod(shape)]) for shape in shapes_of]
+    long = shapes(1, 24, 1, 1) | shapes(2, 16, 1, 1) | shapes(3, 6, 1, 1)
     placed: list[PlacedArray] = []
     for key in draw(st.lists(keys(), max_size=max_arrays, unique=True)):
-        array, mesh = draw(array_specs(key)), draw(st.sampled_from(known))
+        array, mesh = draw(array_specs(key, long | shapes())), draw(st.sampled_from(known))
         placed.append(PlacedArray(array, Sharding(mesh, draw(placements(mesh.shape, len(array.shape))))))
     return placed
 

@@ -12,7 +12,7 @@ dict_keys(['w'])
 """
 
 from functional_ckpt.testing.faults import Fault, corruptions, mangled_manifests
-from functional_ckpt.testing.plans import json_values, layout_policies, manifests, policies
+from functional_ckpt.testing.plans import json_values, layout_policies, manifests, moving_policies, policies
 from functional_ckpt.testing.regions import (
     any_boxes,
     boxes,
@@ -69,6 +69,7 @@ __all__ = [
     "mangled_manifests",
     "manifests",
     "meshes",
+    "moving_policies",
     "object_specs",
     "placed_arrays",
     "placed_worlds",
