@@ -2,23 +2,25 @@
 
 Ratios compare runs of one invocation, each the median over rounds of the quotient of two runs of
 the same round. A target that is missed is printed and not an error: a busy machine misses some.
+Rivals take part where they are installed. Saves by several ranks: ``python -m benchmarks.ranks``; planning
+for thousands of them: ``python -m benchmarks.planning``.
 """
 
 import argparse
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 from rich.console import Console
 
-from benchmarks import fetched, figures, memory, reshard
-from benchmarks.competitors import COMPETITORS, DCP, DCP_NO_CRC, OURS, SAFETENSORS
-from benchmarks.figures import Results
+from benchmarks import fetched, figures, lineup, memory, reshard
+from benchmarks.competitors import DCP, OURS, Competitor
+from benchmarks.figures import FIGURES, Results
 from benchmarks.measure import Samples, time_loads, time_saves
-from benchmarks.place import Place, is_tmpfs
+from benchmarks.place import Place, default_directories, scratch_place
 from benchmarks.state import MIB, large_state, small_state
-from benchmarks.table import figure_table, ratio_table
+from benchmarks.table import WIDTH, figure_table, ratio_table
 
 
 @attrs.frozen
@@ -38,7 +40,7 @@ class Size:
 
 
 FULL = Size(1024 * MIB, 5000, 7)
-QUICK = Size(128 * MIB, 500, 5)
+QUICK = Size(64 * MIB, 500, 3)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,39 +48,44 @@ def main(arguments: list[str] | None = None) -> None:
     size = QUICK if chosen.quick else FULL
     if chosen.rounds:
         size = attrs.evolve(size, rounds=chosen.rounds)
-    console = Console(width=110)
-    console.print(size.title)
-    for directory in chosen.dir or _default_directories():
-        with tempfile.TemporaryDirectory(prefix="benchmark-", dir=directory) as scratch:
-            place = Place(Path(scratch), is_tmpfs(Path(scratch)))
+    found = lineup.assemble()
+    competitors = [one for one in found.competitors if not (chosen.skip_ours and one.name == OURS)]
+    console = Console(width=WIDTH)
+    console.print(*found.remarks, size.title, sep="\n", highlight=False)
+    peaks_known = False
+    for directory in chosen.dir or default_directories():
+        with scratch_place(directory) as place:
             durable = () if place.on_tmpfs else (attrs.evolve(place, durable=True),)
             for where in (place, *durable):
-                results = _measure(where, size, chosen.skip_ours)
+                results = _measure(where, size, competitors, with_memory=not peaks_known)
+                peaks_known = True
                 console.print(ratio_table(where.title, results))
-                console.print(figure_table(f"figures: {where.title}", results))
+                console.print(figure_table(f"figures: {where.title}", FIGURES, results))
 
 
-def _measure(place: Place, size: Size, skip_ours: bool) -> Results:
-    """Everything in one place; with fsync only the saves, since nothing else differs."""
-    samples = _one_process(place, size, skip_ours)
+def _measure(place: Place, size: Size, competitors: Sequence[Competitor], with_memory: bool) -> Results:
+    """Everything in one place; with fsync only the saves, since nothing else differs.
+
+    Memory is measured in the first place only: it hardly depends on where the bytes go, and takes a process each.
+    """
+    names = tuple(one.name for one in competitors)
+    samples = _one_process(place, size, competitors)
     if place.durable:
         return Results(samples)
     _tell(place, figures.RESHARD)
-    libraries = (DCP,) if skip_ours else (OURS, DCP)
+    libraries = tuple(name for name in (OURS, DCP) if name in names)
     samples[figures.RESHARD] = reshard.time_loads(libraries, place, size.large_nbytes, size.rounds)
     _tell(place, "bytes from disk, peak memory")
-    names = (DCP, DCP_NO_CRC, SAFETENSORS)
-    if not skip_ours:
-        names = (memory.OURS_SMALL_BUDGET, OURS, *names)
+    ours = OURS in names
+    peaks = (memory.OURS_SMALL_BUDGET, *names) if ours else names
     return Results(
         samples,
-        None if skip_ours else fetched.measure(place, size.large_nbytes),
-        memory.measure(names, place, size.large_nbytes),
+        fetched.measure(place, size.large_nbytes) if ours else None,
+        memory.measure(peaks, place, size.large_nbytes) if with_memory else {},
     )
 
 
-def _one_process(place: Place, size: Size, skip_ours: bool) -> dict[str, Samples]:
-    competitors = [one for one in COMPETITORS if not (skip_ours and one.name == OURS)]
+def _one_process(place: Place, size: Size, competitors: Sequence[Competitor]) -> dict[str, Samples]:
     samples: dict[str, Samples] = {}
     scenarios = (
         (figures.SMALL_SAVE, figures.SMALL_LOAD, small_state(size.small_count)),
@@ -95,7 +102,9 @@ def _one_process(place: Place, size: Size, skip_ours: bool) -> dict[str, Samples
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--dir", action="append", type=Path,
         help="where to write, repeatable; default: /dev/shm, and the directory for temporary files",
@@ -104,11 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help="rounds of each measurement")
     parser.add_argument("--skip-ours", action="store_true", help="only the others")
     return parser
-
-
-def _default_directories() -> tuple[Path, ...]:
-    directories = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    return tuple(one for one in directories if one.is_dir())
 
 
 def _tell(place: Place, step: str) -> None:

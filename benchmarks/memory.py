@@ -1,17 +1,19 @@
 """Peak memory of a save, seen from outside: ``python -m benchmarks.memory COMPETITOR DIR NBYTES``.
 
-A process of its own saves a small state first, so that imports and pools are there; then it resets
-the kernel's high-water mark of its resident memory, saves, and reads the mark.
+A process of its own saves a small state first, so that imports and pools are there, and then the one that counts.
 """
 
-import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.competitors import COMPETITORS, OURS, Competitor, save_ours
+import attrs
+
+from benchmarks import lineup
+from benchmarks.competitors import OURS, Competitor, save_ours
 from benchmarks.place import Place, is_tmpfs
+from benchmarks.rss import peak_extra_nbytes
 from benchmarks.state import MIB, State, large_state
 
 BUDGET_NBYTES = 64 * MIB
@@ -31,29 +33,23 @@ def _in_fresh_process(name: str, place: Place, nbytes: int) -> int:
 
 def _save_once(one: Competitor, state: State, place: Place) -> None:
     path = place.fresh_path()
-    one.save(state, path, False)
+    with one.session():
+        one.save(one.view(state), path, False)
     place.discard(path, files=0)
 
 
-def _status_nbytes(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
+def _competitor(name: str) -> Competitor:
+    if name == OURS_SMALL_BUDGET:
+        return attrs.evolve(lineup.find(OURS), save=partial(save_ours, budget_nbytes=BUDGET_NBYTES))
+    return lineup.find(name)
 
 
 def _main(name: str, directory: str, nbytes: str) -> None:
-    budgeted = partial(save_ours, budget_nbytes=BUDGET_NBYTES)
-    known = {one.name: one for one in COMPETITORS}
-    known[OURS_SMALL_BUDGET] = Competitor(OURS_SMALL_BUDGET, budgeted, known[OURS].load)
+    one = _competitor(name)
     place = Place(Path(directory), is_tmpfs(Path(directory)))
-    _save_once(known[name], large_state(16 * MIB), place)
+    _save_once(one, large_state(16 * MIB), place)
     state = large_state(int(nbytes))
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_nbytes("VmRSS")
-    _save_once(known[name], state, place)
-    print(_status_nbytes("VmHWM") - before)
+    print(peak_extra_nbytes(partial(_save_once, one, state, place)))
 
 
 if __name__ == "__main__":

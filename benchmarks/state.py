@@ -22,9 +22,14 @@ def large_state(nbytes: int) -> State:
     return {"model": dict(large_tensors(nbytes))}
 
 
+def small_tensors(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of `count` float32 vectors of 4 KiB, one at a time."""
+    return ((f"weight_{i:05d}", _tensor(i, (1024,))) for i in range(count))
+
+
 def small_state(count: int) -> State:
     """`count` float32 vectors of 4 KiB."""
-    return {"model": {f"weight_{i:05d}": _tensor(i, (1024,)) for i in range(count)}}
+    return {"model": dict(small_tensors(count))}
 
 
 def blank_like(state: State) -> State:

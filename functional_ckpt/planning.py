@@ -25,7 +25,7 @@ from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.opening import open_store
 
-__all__ = ["Agreed", "Planner"]
+__all__ = ["Agreed", "Planner", "opened", "plan_together", "sealed"]
 
 #: Plans kept per process: a training loop saves one or two kinds of state.
 _KEPT = 8
@@ -143,51 +143,59 @@ class Planner:
         return Agreed(state, arrays, attrs.evolve(plan, pieces=attrs.evolve(plan.pieces, shard=renumbered)))
 
     def _together(self, parts: Sequence[Part], budget: int) -> Agreed:
-        """Plan for all ranks, and return this one's part."""
-        policy = self.policy
-        state, problems = merge_states(parts, policy.replicated)
-        leaves = {id(part.arrays): part.arrays for _, part in parts}.values()
-        copied = {leaf.key for each in leaves for leaf in each if leaf.is_copy}
-        copied -= {leaf.key for each in leaves for leaf in each if not leaf.is_copy}
-        # Stable: a rank's own part comes after what it may have in common.
-        tables = [
-            (rank, part.table) for rank, part in sorted(parts, key=lambda part: part[0]) if part.table is not None
-        ]
-        table, conflicts = ShardTable.join([table for _, table in tables], copied, [rank for rank, _ in tables])
-        problems = (*problems, *check_conflicts(conflicts))
-        try:
-            plan = plan_save(
-                table.without({alias.key for alias in state.aliases}), policy.layout, policy.replicas, self.shared_ok,
-                self.owned_ok, budget,
-            )  # fmt: skip
-        except CheckpointError as error:
-            raise_problems([*problems, error])
-            raise
-        raise_problems([*problems, *_name_collisions(plan.arrays)])
-        return Agreed(state, plan.arrays, restrict(plan, self.gather.rank))
+        return plan_together(parts, self.gather.rank, self.policy, self.shared_ok, self.owned_ok, budget)
 
     def _gathered(self, mine: LocalState, proposals: Sequence[Proposal]) -> list[Part]:
         """Return the parts of all ranks."""
-        sealed = together(self.gather, lambda: _sealed(mine))
+        told = together(self.gather, lambda: sealed(mine))
         known: dict[bytes, tuple[LocalState, Any]] = {}
-        commons = [_opened(*each, known) for each in sealed]
+        commons = [opened(*each, known) for each in told]
         return [*enumerate(commons), *enumerate(proposal.own for proposal in proposals)]
 
 
-def _sealed(state: LocalState) -> tuple[bytes, ShardRows | None]:
+def plan_together(
+    parts: Sequence[Part], rank: int, policy: SavePolicy, shared_ok: bool, owned_ok: bool, budget_nbytes: int
+) -> Agreed:
+    """Plan for all ranks from their parts, tables included, and return the part of `rank`.
+
+    Raises
+    ------
+    CheckpointError
+        The problems of merging and of planning, all at once.
+    """
+    state, problems = merge_states(parts, policy.replicated)
+    leaves = {id(part.arrays): part.arrays for _, part in parts}.values()
+    copied = {leaf.key for each in leaves for leaf in each if leaf.is_copy}
+    copied -= {leaf.key for each in leaves for leaf in each if not leaf.is_copy}
+    # Stable: a rank's own part comes after what it may have in common.
+    tables = [(each, part.table) for each, part in sorted(parts, key=lambda part: part[0]) if part.table is not None]
+    table, conflicts = ShardTable.join([table for _, table in tables], copied, [each for each, _ in tables])
+    problems = (*problems, *check_conflicts(conflicts))
+    table = table.without({alias.key for alias in state.aliases})
+    try:
+        plan = plan_save(table, policy.layout, policy.replicas, shared_ok, owned_ok, budget_nbytes)
+    except CheckpointError as error:
+        raise_problems([*problems, error])
+        raise
+    raise_problems([*problems, *_name_collisions(plan.arrays)])
+    return Agreed(state, plan.arrays, restrict(plan, rank))
+
+
+def sealed(state: LocalState) -> tuple[bytes, ShardRows | None]:
     """Return what ranks may have in common as bytes, so that equal ones are unpacked and merged once."""
     table = state.table
     alike = (attrs.evolve(state, table=None), table and (table.arrays, table.replicas))
     return pickle.dumps(alike), table.rows if table else None
 
 
-def _opened(sealed: bytes, rows: ShardRows | None, known: dict[bytes, tuple[LocalState, Any]]) -> LocalState:
-    if sealed not in known:
-        known[sealed] = pickle.loads(sealed)  # noqa: S301 - from our own ranks, never from storage
-    state, described = known[sealed]
+def opened(described: bytes, rows: ShardRows | None, known: dict[bytes, tuple[LocalState, Any]]) -> LocalState:
+    """Return a state that `sealed` described; equal descriptions become one object, which `known` remembers."""
+    if described not in known:
+        known[described] = pickle.loads(described)  # noqa: S301 - from our own ranks, never from storage
+    state, table = known[described]
     if rows is None:
         return state
-    arrays, replicas = described
+    arrays, replicas = table
     return attrs.evolve(state, table=ShardTable(arrays, replicas, rows))
 
 

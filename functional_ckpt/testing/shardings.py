@@ -26,6 +26,7 @@ from functional_ckpt.spec.sharding import (
     fragments,
     from_rank_offsets,
 )
+from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 from functional_ckpt.testing.regions import (
     boxes,
     flat_splits,
@@ -37,7 +38,8 @@ from functional_ckpt.testing.regions import (
 
 __all__ = [
     "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_arrays",
-    "placed_worlds", "placements", "regular_shards", "regular_worlds", "replica_ids", "shardings", "shards", "worlds",
+    "placed_worlds", "placements", "regular_shards", "regular_worlds", "replica_ids", "scattered", "shardings",
+    "shards", "worlds",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -261,6 +263,45 @@ def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
     for shard in draw(_reordered(draw(_parts(array, draw(_TILINGS[kind](array.shape)))))):
         held[draw(st.integers(0, ranks - 1))].append(shard)
     return World(held)
+
+
+@st.composite
+def scattered(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
+    """Generate valid worlds of two ranks or more over which `array` is scattered in small parts, some with copies.
+
+    Parts are ranges of the flat array, or cells of a grid; like few of `shardings`, they leave hardly a chunk whole.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> world = find(scattered(ArraySpec("w", (4,), "int8")), lambda world: all(world.ranks))
+    >>> len(world.ranks), len(world.by_key()["w"]) >= 2
+    (2, True)
+    """
+    ranks = draw(st.integers(2, max_ranks))
+    if draw(st.booleans()):
+        size = prod(array.shape)
+        cuts = draw(_several(st.integers(0, size), ranks, 3 * ranks).map(sorted))
+        ranges = zip((0, *cuts), (*cuts, size), strict=True)
+        parts = [ShardSpec(array, array.box, 0, flat) for flat in dict.fromkeys(ranges)]
+    else:
+        sizes = [
+            draw(st.sampled_from([chunked_sizes, balanced_sizes]))(n, draw(st.integers(2, 4))) for n in array.shape
+        ]
+        parts = [ShardSpec(array, box) for box in dict.fromkeys(grid_boxes(sizes))]
+    turns = draw(st.permutations(range(len(parts))))
+    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
+    for turn, part in zip(turns, parts, strict=True):
+        held[turn % ranks].append(part)
+        if turn % 5 == 4:
+            held[(turn + 1) % ranks].append(ShardSpec(array, part.box, 1, part.flat))
+    held += [[]] * draw(st.integers(0, 1))
+    return World(draw(_reordered(held)))
+
+
+def _several(values: SearchStrategy[int], least: int, most: int) -> SearchStrategy[list[int]]:
+    # The length first: Hypothesis draws lists that are short, where it may.
+    return st.integers(least, most).flatmap(lambda n: st.lists(values, min_size=n, max_size=n))
 
 
 @st.composite

@@ -1,0 +1,96 @@
+"""What a rank of ours computes for one save; the functions that know today's planning, each a few lines.
+
+Every rank computes it, where DCP has a coordinator. As with DCP: what ranks send is made outside of the timing, what
+travels is not counted, and what has to be unpickled, planned and written down is. The collector is paused, as `save`
+does it.
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planning_world import COLUMNS, DTYPE, RowCuts
+from benchmarks.stages import Stages
+from functional_ckpt.collector import collector_paused
+from functional_ckpt.plan.local import plan_local_save
+from functional_ckpt.plan.save import SavePlan
+from functional_ckpt.plan.state import ArrayLeaf, ChunkRows, LocalState, Part, build_manifest
+from functional_ckpt.planning import Agreed, opened, plan_together, sealed
+from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.placement import Shard
+from functional_ckpt.spec.sharding import ShardSpec
+
+POLICY = SavePolicy()
+#: Shapes of a transformer's tensors, of which a world of any size holds the same.
+SHAPES = ((4096, 4096), (11008, 4096), (1024, 4096), (4096,))
+
+
+def plan_all(cuts: RowCuts) -> dict[str, float]:
+    """Return the CPU seconds of each stage."""
+    stages = Stages()
+    messages = [_message(cuts, rank) for rank in range(cuts.ranks)]
+    with collector_paused():
+        with stages("gather"):
+            parts = gathered(messages)
+        messages.clear()
+        with stages("plan"):
+            agreed = plan_together(parts, 0, POLICY, True, True, POLICY.budget_nbytes)
+        messages = _receipts(agreed, cuts.ranks)
+        with stages("metadata"):
+            _manifest(agreed, messages)
+    return stages.cpu_s
+
+
+def gathered(messages: Sequence[bytes]) -> list[Part]:
+    """What a rank makes of the states of all ranks."""
+    known: dict[bytes, Any] = {}
+    return [(rank, opened(*pickle.loads(message), known)) for rank, message in enumerate(messages)]
+
+
+def local_arrays(ranks: int, arrays: int, distinct: bool) -> list[PlacedArray]:
+    """What a rank knows of a model cut by rows; with `distinct` no two arrays have one shape."""
+    sharding = Sharding(Mesh.line(ranks), [Shard(0)])
+    placed = []
+    for number in range(arrays):
+        rows, *rest = SHAPES[number % len(SHAPES)]
+        shape = (rows + number if distinct else rows, *rest)
+        placed.append(PlacedArray(ArraySpec(f"model.layers.{number}.weight", shape, DTYPE), sharding))
+    return placed
+
+
+def plan_local(ranks: int, local: Sequence[PlacedArray]) -> SavePlan:
+    """Plan what the rank in the middle of the world does, without the others."""
+    return plan_local_save(ranks // 2, local, POLICY.layout)
+
+
+def _message(cuts: RowCuts, rank: int) -> bytes:
+    """What a rank sends."""
+    leaves, shards = [], []
+    for array, key in enumerate(cuts.keys):
+        spec = ArraySpec(key, cuts.shape(array), DTYPE)
+        start, stop = cuts.rows(array, rank)
+        leaves.append(ArrayLeaf(spec, tuple(key.split("."))))
+        shards.append(ShardSpec(spec, Box((start, 0), (stop, COLUMNS))))
+    return pickle.dumps(sealed(LocalState(tuple(leaves), tuple(shards)).tabled(rank)))
+
+
+def _receipts(agreed: Agreed, ranks: int) -> list[bytes]:
+    """What the ranks report when they have written: the digests of some chunks each."""
+    counts = [array.grid.size for array in agreed.arrays]
+    numbers = np.repeat(np.arange(len(counts)), counts)
+    chunks = np.concatenate([np.arange(count) for count in counts])
+    words = np.zeros((len(chunks), 2), np.int64)
+    return [
+        pickle.dumps(ChunkRows(numbers[rank::ranks], chunks[rank::ranks], words[rank::ranks])) for rank in range(ranks)
+    ]
+
+
+def _manifest(agreed: Agreed, messages: Sequence[bytes]) -> bytes:
+    """The text that describes the checkpoint."""
+    chunks = ChunkRows.joined([pickle.loads(message) for message in messages])
+    return build_manifest(agreed.state, agreed.arrays, chunks).to_json()
