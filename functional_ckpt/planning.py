@@ -92,7 +92,7 @@ class Planner:
         mine = held[0]
         budget = min(proposal.budget_nbytes for proposal in proposals)
         world = world_digest(proposals, budget)
-        parts = [(self.gather.rank, mine.common), *enumerate(proposal.own for proposal in proposals)]
+        parts = [(self.gather.rank, mine.common), *_owns(proposals)]
         alike = contents_agree(proposals)
         if self._known is not None and all(proposal.planned == world for proposal in proposals):
             known = self._known[1]
@@ -128,15 +128,14 @@ class Planner:
         """Plan this rank's part by itself."""
         policy, rank = self.policy, self.gather.rank
         state, problems = merge_states(parts, policy.replicated)
-        owns = [own for _, own in parts[1:]]
-        items = placed_leaves(mine.common, owns, {alias.key for alias in state.aliases})
+        items = placed_leaves(mine.common, parts[1:], self.gather.size, {alias.key for alias in state.aliases})
         arrays = local_array_plans(items, policy.layout, self.shared_ok, self.owned_ok)
         raise_problems([*problems, *_name_collisions(arrays)])
         plan = plan_local_save(
             rank, items, policy.layout, policy.replicas, self.shared_ok, self.owned_ok, budget
         )  # fmt: skip
         # The plan counts the shards of the items; buffers are there for tied leaves too.
-        held = {leaf.key for leaf in (*mine.common.arrays, *owns[rank].arrays)}
+        held = {leaf.key for leaf in (*mine.common.arrays, *mine.own.arrays)}
         numbers = [number for item in items if item.key in held for number in mine.numbers[item.key]]
         shard = plan.pieces.shard
         renumbered = np.where(shard >= 0, np.array([*numbers, -1], np.int64)[shard], -1)
@@ -150,7 +149,11 @@ class Planner:
         told = together(self.gather, lambda: sealed(mine))
         known: dict[bytes, tuple[LocalState, Any]] = {}
         commons = [opened(*each, known) for each in told]
-        return [*enumerate(commons), *enumerate(proposal.own for proposal in proposals)]
+        return [*enumerate(commons), *_owns(proposals)]
+
+
+def _owns(proposals: Sequence[Proposal]) -> list[Part]:
+    return [(rank, proposal.own) for rank, proposal in enumerate(proposals) if proposal.own is not None]
 
 
 def plan_together(
