@@ -20,6 +20,7 @@ from functional_ckpt.plan.local import local_array_plans, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save, restrict
 from functional_ckpt.plan.state import GlobalState, LocalState, Part, merge_states, merge_values, placed_leaves
 from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import ShardRows, ShardTable
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
@@ -113,10 +114,17 @@ class Planner:
         self.shared_ok = store.capabilities.shared_chunks
         own = mine.own.tabled(self.gather.rank, mine.common_count)
         proposal = propose(mine.common, own, self.policy.replicas, self.policy.budget_nbytes)
+        if proposal.is_alone and self._must_move(mine.common.shards):
+            proposal = attrs.evolve(proposal, is_alone=False)
         kind = (self.gather.rank, self.gather.size, self.shared_ok, self.owned_ok)
         self._mine = (proposal.specs, proposal.shards, *kind)
         self._known = _MEMORY.find(self._mine)
         return attrs.evolve(proposal, planned=self._known[0]) if self._known else proposal
+
+    def _must_move(self, shards: Sequence[ShardSpec]) -> bool:
+        """Tell whether shards of a grid are so small that their rank must know who holds the others."""
+        plans = local_array_plans(shards, self.policy.layout, self.shared_ok, self.owned_ok)
+        return any(plan.layout.rung == "owned" for plan in plans)
 
     def _refreshed(self, known: Agreed, parts: Sequence[Part]) -> Agreed:
         """Return a plan made before with the values of now."""
