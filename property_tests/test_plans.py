@@ -29,9 +29,11 @@ from functional_ckpt.testing import laws
 from functional_ckpt.testing import strategies as fst
 
 RULES = st.sampled_from(["declared", "elect"])
+MOSTLY = st.sampled_from([True, True, True, False])
 ALL = Sharding(Mesh.line(2), [Replicate()])
-#: Every second policy finds all shards too small for chunks of their own.
-POLICIES = fst.layout_policies() | fst.layout_policies().map(lambda p: attrs.evolve(p, min_chunk_nbytes=2**20))
+#: Most policies find all shards too small for chunks of their own, and cut arrays into many chunks.
+MOVING = fst.moving_policies().map(lambda policy: policy.layout)
+POLICIES = MOVING | MOVING | MOVING | fst.layout_policies()
 
 
 @given(fst.worlds(), fst.layout_policies(), RULES, st.booleans())
@@ -123,8 +125,15 @@ def test_p4_a_grid_too_fine_for_chunks_of_its_own_asks_for_gathering(world, poli
             assert plan_local_save(rank, shards, policy, "declared") == restrict(plan, rank)
 
 
-@given(fst.placed_arrays(), POLICIES, RULES, st.booleans(), st.sampled_from([2**30, 3 * 256]))
+@given(
+    fst.placed_arrays(),
+    POLICIES,
+    RULES,
+    MOSTLY,
+    st.sampled_from([3 * 96, 3 * 256, 2**30]),
+)
 @example([PlacedArray(ArraySpec("a" * n, (0,) * n, "int8"), ALL) for n in (1, 2)], LayoutPolicy(), "elect", True, 2**30)
+@example([], LayoutPolicy(), "elect", True, 2**30)
 def test_p4_planning_on_a_mesh_alone_is_planning_together(placed, policy, rule, owned_ok, budget):
     ranks = max((max(item.sharding.mesh.ranks) for item in placed), default=0) + 1
     world = World([[shard for item in placed for shard in shards_of(item, rank)] for rank in range(ranks)])

@@ -95,7 +95,7 @@ def layout() -> str:
     array = ArraySpec("w", (4096, 4096), "float32")
     scale, top = 140 / 4096, 34
     parts: list[str] = []
-    for column, (ranks, owned_ok) in enumerate(((1, True), (4, True), (64, True), (64, False))):
+    for column, (ranks, owned_ok) in enumerate(((1, True), (4, True), (128, True), (128, False))):
         boxes = rows(4096, 4096, ranks)
         world = World([[ShardSpec(array, box)] for box in boxes])
         plan = plan_save(world, LayoutPolicy(), owned_ok=owned_ok)
@@ -112,7 +112,7 @@ def layout() -> str:
             label(chosen.rung, middle, top + 160),
             label(f"{grid.size} chunks of {mib:g} MiB", middle, top + 175, True),
         ]
-    title = "Chunks chosen for 64 MiB held by 1, 4 and 64 ranks; the bar beside each shows who writes"
+    title = "Chunks chosen for 64 MiB held by 1, 4 and 128 ranks; the bar beside each shows who writes"
     return svg(744, 216, title, parts)
 
 

@@ -14,8 +14,8 @@ def rows(ranks):
 
 print(choose_layout(w, rows(1), policy).chunk)  # no faces: 2 chunks of 32 MiB
 print(choose_layout(w, rows(4), policy).chunk)  # 4 ranks: a chunk of 16 MiB each
-print(choose_layout(w, rows(64), policy).chunk)  # 1 MiB each: cut as for 1 rank
-print(choose_layout(w, rows(64), policy, owned_ok=False).chunk)  # no exchange
+print(choose_layout(w, rows(128), policy).chunk)  # 512 KiB each: cut as for 1 rank
+print(choose_layout(w, rows(128), policy, owned_ok=False).chunk)  # no exchange
 # --8<-- [end:ladder]
 
 # --8<-- [start:owned]

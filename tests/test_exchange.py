@@ -1,0 +1,258 @@
+"""Ranks in one process hand pieces to one another: budgets, and failures in the middle of it."""
+
+import errno
+import json
+import threading
+import time
+
+import attrs
+import numpy as np
+import pytest
+
+import functional_ckpt
+from functional_ckpt import LayoutPolicy, LocalShards, SavePolicy
+from functional_ckpt.errors import PolicyError, RankFailedError, SpecError, StorageError
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.store.buffer import HostBuffer
+from functional_ckpt.store.exchange import LocalExchange, Message, Traffic, deliver
+from functional_ckpt.store.files import FileStore
+from functional_ckpt.testing.simulate import run_ranks, try_ranks
+
+RANKS = 4
+SPEC = ArraySpec("w", (64, 8), "int32")
+WHOLE = np.arange(512, dtype="int32").reshape(64, 8)
+#: A chunk is two rows, of which each rank holds a part; a rank assembles one chunk at a time.
+LAYOUT = LayoutPolicy(target_chunk_nbytes=64, min_chunk_nbytes=2**20)
+POLICY = SavePolicy(layout=LAYOUT, durability="none", budget_nbytes=3 * 64)
+
+
+def columns(rank):
+    """Return what a rank holds: two columns of eight."""
+    box = Box((0, 2 * rank), (64, 2 * rank + 2))
+    return {"w": LocalShards(ShardSpec(SPEC, box), np.ascontiguousarray(WHOLE[box.slices]))}
+
+
+@attrs.frozen
+class Acting:
+    """A group in which one rank calls `act` with the number of its swaps so far, before each of them."""
+
+    inner: object
+    act: object
+    swaps: list = attrs.field(factory=list)
+
+    @property
+    def rank(self):
+        return self.inner.rank
+
+    @property
+    def size(self):
+        return self.inner.size
+
+    def all_gather(self, value):
+        if self.swaps and self.swaps[-1] is None:
+            raise SystemExit  # dead since its last swap
+        return self.inner.all_gather(value)
+
+    def swap(self, *arguments):
+        try:
+            self.act(len(self.swaps))
+        except SystemExit:
+            self.swaps.append(None)
+            raise
+        self.swaps.append(arguments)
+        return self.inner.swap(*arguments)
+
+
+def save(path, act=lambda swaps: None, on=0, policy=POLICY, timeout_s=20.0):
+    """Save columns on all ranks, of which one acts; return what each returned or raised."""
+
+    def saving(gather):
+        group = Acting(gather, act) if gather.rank == on else gather
+        return functional_ckpt.save(columns(gather.rank), path, policy=policy, process_group=group)
+
+    return try_ranks(RANKS, saving, timeout_s)
+
+
+def check_raised(outcomes, rank, text, kind):
+    """Every rank says the same: that this one failed, and of what."""
+    assert len({str(outcome) for outcome in outcomes}) == 1, outcomes
+    for outcome in outcomes:
+        assert isinstance(outcome, kind), outcome
+        assert outcome.rank == rank
+        assert text in str(outcome)
+
+
+def test_pieces_meet_in_whole_chunks(tmp_path):
+    (manifest, *_) = save(tmp_path / "a")
+    assert [entry.layout.rung for entry in manifest.arrays] == ["owned"]
+    assert functional_ckpt.open_checkpoint(tmp_path / "a")["w"][...].tolist() == WHOLE.tolist()
+    assert functional_ckpt.verify(tmp_path / "a").ok
+    told = json.loads((tmp_path / "a" / "provenance.json").read_text())["ranks"]
+    # Every chunk has four equal pieces, of which three move.
+    assert sum(rank["moved_nbytes"] for rank in told) == WHOLE.nbytes * 3 // 4
+    assert sum(rank["nbytes"] for rank in told) == WHOLE.nbytes
+    assert all(rank["nbytes"] for rank in told)
+
+
+def test_fewer_messages_where_the_budget_allows(tmp_path):
+    def messages(budget):
+        save(tmp_path / str(budget), policy=attrs.evolve(POLICY, budget_nbytes=budget))
+        ranks = json.loads((tmp_path / str(budget) / "provenance.json").read_text())["ranks"]
+        return [rank["messages"] for rank in ranks]
+
+    assert messages(2**30) == [RANKS - 1] * RANKS  # one for each pair of ranks
+    assert sum(messages(3 * 64)) == 32 * 3  # one for each piece that moves
+
+
+@pytest.mark.parametrize("ranks", [{0}, {3}, {0, 1, 2, 3}])
+def test_the_smallest_budget_of_any_rank_counts(tmp_path, ranks):
+    def saving(budget):
+        def each(gather):
+            policy = attrs.evolve(POLICY, budget_nbytes=budget if gather.rank in ranks else 2**30)
+            path = tmp_path / str(budget)
+            return functional_ckpt.save(columns(gather.rank), path, policy=policy, process_group=gather)
+
+        return try_ranks(RANKS, each)
+
+    for outcome in saving(3 * 64 - 1):
+        assert isinstance(outcome, PolicyError), outcome
+        assert (outcome.key, outcome.expected, outcome.found) == ("w", "at least 192 bytes", 191)
+    assert not list(tmp_path.iterdir())
+    assert {type(outcome).__name__ for outcome in saving(3 * 64)} == {"Manifest"}
+
+
+def test_a_chunk_on_one_rank_alone_needs_no_budget(tmp_path):
+    """A save by one rank moves nothing, and cuts at will."""
+    policy = attrs.evolve(POLICY, budget_nbytes=1)
+    functional_ckpt.save({"w": WHOLE}, tmp_path / "a", policy=policy)
+    assert functional_ckpt.verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("on", [0, 2])
+def test_a_rank_that_ends_in_the_middle_is_missed_by_all(tmp_path, on):
+    def act(swaps):
+        if swaps == 7:
+            raise SystemExit
+
+    began = time.monotonic()
+    outcomes = save(tmp_path / "a", act, on)
+    assert time.monotonic() - began < 10
+    assert isinstance(outcomes[on], SystemExit)
+    assert all(isinstance(outcome, RankFailedError) for rank, outcome in enumerate(outcomes) if rank != on), outcomes
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_rank_that_hangs_is_given_up(tmp_path):
+    def act(swaps):
+        if swaps == 7:
+            time.sleep(4)
+
+    outcomes = save(tmp_path / "a", act, 2, timeout_s=1.5)
+    assert all(isinstance(outcome, Exception) for outcome in outcomes), outcomes
+    assert all(isinstance(outcome, RankFailedError) for rank, outcome in enumerate(outcomes) if rank != 2)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("on", [0, 3])
+@pytest.mark.parametrize(("after", "times"), [(0, 99), (9, 99), *((after, 1) for after in range(12))])
+def test_a_buffer_that_fails_in_a_later_wave_keeps_nobody_waiting(tmp_path, monkeypatch, on, after, times):
+    get, calls, here = HostBuffer.get, [], threading.local()
+
+    def failing(self, *arguments):
+        if here.rank == on:
+            calls.append(arguments)
+            if after < len(calls) <= after + times:
+                raise RuntimeError("the device is gone")
+        return get(self, *arguments)
+
+    def saving(gather):
+        here.rank = gather.rank
+        return functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=gather)
+
+    monkeypatch.setattr(HostBuffer, "get", failing)
+    began = time.monotonic()
+    outcomes = try_ranks(RANKS, saving)
+    assert time.monotonic() - began < 10
+    check_raised(outcomes, on, "the device is gone", RankFailedError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("on", [0, 3])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_disk_that_is_full_in_a_later_wave_keeps_nobody_waiting(tmp_path, monkeypatch, on, after):
+    create, calls, here = FileStore.create, [], threading.local()
+
+    def failing(self, name, *arguments):
+        if here.rank == on and "/c" in name:
+            calls.append(name)
+            if len(calls) > after:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, name, *arguments)
+
+    def saving(gather):
+        here.rank = gather.rank
+        return functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=gather)
+
+    monkeypatch.setattr(FileStore, "create", failing)
+    began = time.monotonic()
+    outcomes = try_ranks(RANKS, saving)
+    assert time.monotonic() - began < 10
+    check_raised(outcomes, on, "No space left", StorageError)
+    assert len(calls) == after + 1  # after the first failure nothing more is written
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_that_cannot_be_made_becomes_zeros_and_a_failure():
+    def refuse(_):
+        raise ValueError("nothing to send")
+
+    def exchange(gather):
+        came = []
+        sent = Message(3, refuse if gather.rank == 0 else lambda _: np.full(3, gather.rank + 1, np.uint8))
+        taken = Message(3, lambda message: came.append(message.tolist()))
+        other = 1 - gather.rank
+        return *deliver(gather, {other: sent}, {other: taken}), came
+
+    (traffic, failure, came), (other_traffic, no_failure, other_came) = run_ranks(2, exchange)
+    assert isinstance(failure, ValueError)
+    assert came == []  # it has failed: what comes is received, and nothing done with it
+    assert (no_failure, other_came) == (None, [[0, 0, 0]])
+    assert traffic == other_traffic == Traffic(1, 3)
+
+
+def test_a_message_that_cannot_be_used_does_not_stop_those_that_follow():
+    def refuse(_):
+        raise ValueError("no room")
+
+    def exchange(gather):
+        rank, others = gather.rank, [r for r in range(3) if r != gather.rank]
+        outgoing = {other: Message(1, lambda _: np.array([rank], np.uint8)) for other in others}
+        came = {}
+        takes = {other: (lambda m, other=other: came.update({other: int(m[0])})) for other in others}
+        if rank == 1:
+            takes[0] = refuse
+        incoming = {other: Message(1, take) for other, take in takes.items()}
+        return *deliver(gather, outgoing, incoming), came
+
+    found = run_ranks(3, exchange)
+    # What rank 1 sends once it has failed are zeros, and it uses nothing that comes.
+    assert [came for _, _, came in found] == [{1: 0, 2: 2}, {}, {0: 0, 1: 1}]
+    assert [type(failure) for _, failure, _ in found] == [type(None), ValueError, type(None)]
+    assert {traffic for traffic, _, _ in found} == {Traffic(2, 2)}
+
+
+def test_no_rank_sends_to_itself_alone():
+    assert deliver(LocalExchange(), {}, {}) == (Traffic(), None)
+    with pytest.raises(SpecError, match="no other rank"):
+        LocalExchange().swap(0, np.zeros(1, np.uint8), 0, 1)
+
+
+def test_bytes_that_are_not_those_expected_are_refused():
+    def exchange(gather):
+        return gather.swap(1 - gather.rank, np.zeros(2 + gather.rank, np.uint8), 1 - gather.rank, 3)
+
+    good, bad = try_ranks(2, exchange)
+    assert good.tolist() == [0, 0, 0]
+    assert "rank 0 sent 2 bytes, 3 were expected" in str(bad)
