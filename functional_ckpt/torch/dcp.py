@@ -44,11 +44,12 @@ __all__ = [
     "BytesStorageMetadata", "ChunkStorageMetadata", "DefaultLoadPlanner", "DefaultSavePlanner", "Future", "LoadPlan",
     "LoadPlanner", "Members", "Metadata", "MetadataIndex", "ReadItem", "SavePlan", "SavePlanner", "StorageMeta",
     "StorageReader", "StorageWriter", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item", "chunk_of",
-    "done", "is_bytes", "is_whole", "read_box", "read_item", "stamp", "stored_metadata", "streamed", "tree_path",
-    "with_storage_data", "write_item", "write_result", "written_box",
+    "done", "is_bytes", "is_whole", "metadata_of", "read_box", "read_item", "stamp", "stored_metadata", "streamed",
+    "tree_path", "with_storage_data", "write_item", "write_result", "written_box",
 ]  # fmt: skip
 
 _METADATA_VERSION = "1.0.0"
+_EMPTY_DICTS = ("{}", '{"~ordered":[]}')
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
@@ -201,7 +202,9 @@ def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
     >>> stored_metadata(Manifest(), None).state_dict_metadata
     {}
     """
-    found: dict[str, Any] = {entry.key: BytesStorageMetadata() for entry in manifest.values}
+    # An empty dict is no leaf to DCP, which always looks into dicts.
+    values = [value for value in manifest.values if value.text not in _EMPTY_DICTS]
+    found: dict[str, Any] = {value.key: BytesStorageMetadata() for value in values}
     for key, entry in manifest.by_key.items():
         found[key] = BytesStorageMetadata() if entry.codec is not None else TensorStorageMetadata(
             properties=TensorProperties(dtype=TORCH_DTYPES[entry.spec.dtype]),
@@ -209,11 +212,30 @@ def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
             chunks=[chunk_of(entry.spec.box)],
         )  # fmt: skip
     placed = [(e.spec.key, e.path) for e in manifest.arrays]
-    placed += [(value.key, value.path) for value in manifest.values]
+    placed += [(value.key, value.path) for value in values]
     placed += [(alias.key, alias.path) for alias in manifest.aliases]
     metadata = Metadata(state_dict_metadata=found, planner_data={key: _object_path(key, path) for key, path in placed})
     stamp(metadata, url)
     return metadata
+
+
+def metadata_of(plans: Iterable[SavePlan]) -> Metadata:
+    """Return what DCP is to know of everything in `plans`: one chunk per tensor.
+
+    Examples
+    --------
+    >>> metadata_of([SavePlan([byte_item("step")])]).state_dict_metadata
+    {'step': BytesStorageMetadata()}
+    """
+    found: dict[str, Any] = {}
+    for item in (item for plan in plans for item in plan.items):
+        data = item.tensor_data
+        if data is None:
+            found[item.index.fqn] = BytesStorageMetadata()
+            continue
+        chunk = chunk_of(Box.from_shape(tuple(data.size)))
+        found[item.index.fqn] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[chunk])
+    return Metadata(state_dict_metadata=found)
 
 
 def stamp(metadata: Metadata, url: str | None) -> None:
