@@ -42,7 +42,8 @@ from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 from functional_ckpt.store.opening import open_store
 
 __all__ = [
-    "Prepared", "Written", "abandon_written", "prepare", "prepare_captured", "publish_alone", "stage", "write",
+    "Prepared", "Written", "abandon_written", "prepare", "prepare_captured", "publish_alone", "publish_written",
+    "stage", "write",
     "write_parts",
 ]  # fmt: skip
 
@@ -155,10 +156,7 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         On every rank, if any rank has failed.
     """
     written = write_parts(prepared, tracker)
-    with _abandoning(prepared):
-        _publish(written)
-    if prepared.claim is not None:
-        prepared.claim.release()
+    publish_written(written)
     try:
         tracker.enter("done")
     except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
@@ -198,13 +196,24 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     return written
 
 
-def publish_alone(written: Written) -> Manifest:
-    """Publish what all ranks have written, from the one rank that was told that they have; the others do not wait."""
-    prepared = written.prepared
-    _publish(attrs.evolve(written, prepared=attrs.evolve(prepared, gather=LocalGather())))
-    if prepared.claim is not None:
-        prepared.claim.release()
+def publish_written(written: Written) -> Manifest:
+    """Publish what all ranks have written; all ranks call it.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if it cannot be published; what was written is removed then.
+    """
+    with _abandoning(written.prepared):
+        _publish(written)
+    if written.prepared.claim is not None:
+        written.prepared.claim.release()
     return written.manifest
+
+
+def publish_alone(written: Written) -> Manifest:
+    """Publish from rank 0 alone, which was told by other means that all ranks have written; the others do not wait."""
+    return publish_written(attrs.evolve(written, prepared=attrs.evolve(written.prepared, gather=LocalGather())))
 
 
 def abandon_written(written: Written) -> None:

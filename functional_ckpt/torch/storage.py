@@ -12,14 +12,21 @@ import attrs
 import torch.distributed as dist
 
 from functional_ckpt.collector import collector_paused
-from functional_ckpt.comm import Gather
+from functional_ckpt.comm import Gather, agree
 from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.loading import read_object
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Tracker
-from functional_ckpt.saving import Written, abandon_written, prepare_captured, publish_alone, write_parts
+from functional_ckpt.saving import (
+    Written,
+    abandon_written,
+    prepare_captured,
+    publish_alone,
+    publish_written,
+    write_parts,
+)
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.base import Store
@@ -93,7 +100,7 @@ class ZarrStorageWriter(StorageWriter):
         super().__init__()
         self.path, self.policy, self.overwrite = path, policy, overwrite
         self._members: tuple[int, ...] | None = None
-        self._is_coordinator = False
+        self._is_coordinator, self._with_collectives = False, True
         self._written: Written | None = None
 
     @property
@@ -124,8 +131,7 @@ class ZarrStorageWriter(StorageWriter):
         """Learn the role of this rank."""
         self._drop()
         self._is_coordinator = is_coordinator
-        if not kwargs.get("use_collectives", True):
-            raise SpecError("rank-local saves are not built yet", remedy="Leave use_collectives=True")
+        self._with_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say who this rank is: a plan does not tell, and DCP does not say which group saves."""
@@ -133,6 +139,8 @@ class ZarrStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell every rank who saves. Chunks are planned later, by all ranks: cached plans do not come past here."""
+        if not self._with_collectives:  # each rank sees its own plan only
+            return plans
         members = _members_of(plans)
         self._members = members
         return [with_storage_data(plan, Members(members)) for plan in plans]
@@ -140,7 +148,8 @@ class ZarrStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         """Agree with all ranks on the chunks, and write this rank's; nothing is visible yet."""
         gather = self._gather(plan)
-        digested = bool(getattr(planner, "keeps_copies", False)) and gather.size > 1
+        keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
+        digested = keeps_copies and gather.size > 1
         terms = f"dcp {self.policy} overwrite={self.overwrite}"
         with collector_paused():
             prepared = prepare_captured(
@@ -148,17 +157,25 @@ class ZarrStorageWriter(StorageWriter):
                 self.path, self.policy, gather, self.overwrite,
             )  # fmt: skip
             written = write_parts(prepared, Tracker())
-        self._written = written if gather.rank == 0 else None
+        self._written = written if gather.rank == 0 or not self._with_collectives else None
         return done([write_result(item, _nbytes(item, written.manifest)) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish in one step what all ranks have written."""
+        """Publish in one step what all ranks have written; without collectives, all ranks come here."""
         written = self._written
         if written is None:
             raise SpecError("there is nothing to publish here", remedy="Leave coordinator_rank=0")
-        try:
+
+        def check() -> None:
             raise_problems(_unwritten(metadata, results, written.manifest))
-            publish_alone(written)
+
+        try:
+            if self._with_collectives:
+                check()
+                publish_alone(written)
+            else:
+                agree(written.prepared.gather, check)
+                publish_written(written)
         except BaseException:
             self._drop()
             raise
@@ -168,7 +185,8 @@ class ZarrStorageWriter(StorageWriter):
     def _gather(self, plan: SavePlan) -> Gather:
         told = plan.storage_data.ranks if isinstance(plan.storage_data, Members) else None
         members = self._members if self._is_coordinator else told
-        if members is None:  # a plan that was cached while another storage was in use
+        if members is None or not self._with_collectives:
+            # Nobody says who saves: a plan cached while another storage was in use, or no exchange of plans at all.
             members = tuple(range(dist.get_world_size())) if _is_joined() else (0,)
         return member_gather(members, self.policy.timeout_s, "dcp")
 

@@ -248,3 +248,30 @@ def test_async_save_fails_on_all_ranks(two, tmp_path):
     found = two.run(fail_in_background, str(tmp_path / "c"))
     assert found == ["CheckpointException"] * 2
     assert os.listdir(tmp_path) == []
+
+
+def save_without_collectives(path, state="equal"):
+    import torch
+
+    value = launch.rank() if state == "different" else 1
+    found = {"w": placed(launch.values(10, 4), "S0"), "copy": torch.full((2,), value), "n": 3}
+    dcp().save(found, storage_writer=writer(path), use_collectives=False)
+
+
+def load_rows(path):
+    import torch
+
+    found = {"w": placed(torch.zeros(10, 4), "S1"), "copy": torch.zeros(2, dtype=torch.int64), "n": 0}
+    dcp().load(found, storage_reader=reader(path))
+    launch.same(found["w"], placed(launch.values(10, 4), "S1"))
+    assert found["n"] == 3
+
+
+def test_a_save_without_dcps_collectives_stays_reshardable(four, two, tmp_path):
+    path = str(tmp_path / "c")
+    four.run(save_without_collectives, path)
+    two.run(load_rows, path)
+    outcomes = four.outcomes(save_without_collectives, path, "different")
+    assert all("ReplicaError" in outcome.text for outcome in outcomes)
+    four.run(load_rows, path)
+    assert os.listdir(tmp_path) == ["c"]
