@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import functional_ckpt as fc
+import functional_ckpt.torch
 from functional_ckpt.errors import CastError, GapError, KeyMismatchError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
@@ -34,6 +35,7 @@ def test_the_interface_is_torchs_own():
     assert (storage.StorageReader, storage.StorageWriter, storage.WriteResult) == (
         StorageReader, StorageWriter, WriteResult,
     )  # fmt: skip
+    assert functional_ckpt.torch.ZarrStorageWriter is storage.ZarrStorageWriter
     assert issubclass(storage.ZarrStorageWriter, StorageWriter)
     assert issubclass(storage.ZarrStorageReader, StorageReader)
 
@@ -54,7 +56,8 @@ def test_writers_and_readers_are_true_and_travel_before_and_after_use(tmp_path):
     path = str(tmp_path / "c")
     writer, reader = storage.ZarrStorageWriter(path), storage.ZarrStorageReader(path)
     for _ in range(2):
-        assert bool(writer) and bool(reader)
+        assert bool(writer)
+        assert bool(reader)
         writer, reader = pickle.loads(pickle.dumps((writer, reader)))
         dcp.save({"w": torch.ones(2)}, storage_writer=writer)
         reader.read_metadata()

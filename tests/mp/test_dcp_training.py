@@ -271,7 +271,14 @@ def test_a_save_without_dcps_collectives_stays_reshardable(four, two, tmp_path):
     path = str(tmp_path / "c")
     four.run(save_without_collectives, path)
     two.run(load_rows, path)
+    assert fc.verify(path).ok
+    two.run(save_without_collectives, f"{path}2")
+    assert grids(path) == grids(f"{path}2")
     outcomes = four.outcomes(save_without_collectives, path, "different")
     assert all("ReplicaError" in outcome.text for outcome in outcomes)
     four.run(load_rows, path)
-    assert os.listdir(tmp_path) == ["c"]
+    assert sorted(os.listdir(tmp_path)) == ["c", "c2"]
+
+
+def grids(path):
+    return {key: array.chunks for key, array in fc.open_checkpoint(path).items()}
