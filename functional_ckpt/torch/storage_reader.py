@@ -94,8 +94,9 @@ class ZarrStorageReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP plans with it: one chunk per tensor."""
-        self._opened = _Opened.at(self.path)
-        return stored_metadata(self._opened.manifest, self.checkpoint_id)
+        with collector_paused():
+            self._opened = _Opened.at(self.path)
+            return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Open the checkpoint, unless `read_metadata` has."""
