@@ -6,7 +6,7 @@ Every step runs on all ranks through `together`, so that one rank's failure is e
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.capture import capture
-from functional_ckpt.comm import Gather, agree, together
+from functional_ckpt.capture import Captured, capture
+from functional_ckpt.comm import Gather, LocalGather, agree, together
 from functional_ckpt.errors import (
     CheckpointWarning,
     SaveCancelledError,
@@ -41,7 +41,11 @@ from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 from functional_ckpt.store.opening import open_store
 
-__all__ = ["Prepared", "prepare", "stage", "write"]
+__all__ = [
+    "Prepared", "Written", "abandon_written", "prepare", "prepare_captured", "publish_alone", "publish_written",
+    "stage", "write",
+    "write_parts",
+]  # fmt: skip
 
 # Above this many files one flush of the file system costs less than a sync of each (docs/adr).
 _MANY_FILES = 256
@@ -79,9 +83,18 @@ def prepare(
     CheckpointError
         On every rank, if any rank has a problem.
     """
+    return prepare_captured(
+        lambda: capture(tree, gather, policy, overwrite, attributes), path, policy, gather, overwrite
+    )
+
+
+def prepare_captured(
+    describe: Callable[[], Captured], path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
+) -> Prepared:
+    """Do what `prepare` does for a state that `describe` describes."""
     started = time.time()
     planner = Planner(path, policy, gather)
-    agreed, held = planner.agree(lambda: capture(tree, gather, policy, overwrite, attributes))
+    agreed, held = planner.agree(describe)
     nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
@@ -124,6 +137,16 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
     return attrs.evolve(prepared, buffers=buffers, gather=background)
 
 
+@attrs.frozen(eq=False)
+class Written:
+    """A save whose every chunk is in storage, and that nobody sees yet."""
+
+    prepared: Prepared
+    store: Store
+    manifest: Manifest
+    receipts: tuple[Receipt, ...]
+
+
 def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     """Write this rank's part, collect the others' receipts and publish; on failure nothing is published.
 
@@ -132,6 +155,17 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     CheckpointError
         On every rank, if any rank has failed.
     """
+    written = write_parts(prepared, tracker)
+    publish_written(written)
+    try:
+        tracker.enter("done")
+    except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
+        warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
+    return written.manifest
+
+
+def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
+    """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
     gather = prepared.gather
     mine = prepared.mine
     with _abandoning(prepared):
@@ -157,28 +191,53 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
             digested = receipts + together(gather, digest_mine)
         chunks = _all_chunks(prepared.arrays, digested)
         manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.arrays, chunks))
-        _publish(prepared, store, manifest, receipts, tracker)
-    if prepared.claim is not None:
-        prepared.claim.release()
-    try:
-        tracker.enter("done")
-    except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
-        warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
-    return manifest
+        written = Written(prepared, store, manifest, tuple(receipts))
+        agree(gather, lambda: _check_written(written, tracker))
+    return written
 
 
-def _publish(prepared: Prepared, store: Store, manifest: Manifest, receipts: list[Receipt], tracker: Tracker) -> None:
-    """Let rank 0 publish, unless a rank has cancelled, a chunk is missing, or it takes too long."""
+def publish_written(written: Written) -> Manifest:
+    """Publish what all ranks have written; all ranks call it.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if it cannot be published; what was written is removed then.
+    """
+    with _abandoning(written.prepared):
+        _publish(written)
+    if written.prepared.claim is not None:
+        written.prepared.claim.release()
+    return written.manifest
+
+
+def publish_alone(written: Written) -> Manifest:
+    """Publish from rank 0 alone, which was told by other means that all ranks have written; the others do not wait."""
+    return publish_written(attrs.evolve(written, prepared=attrs.evolve(written.prepared, gather=LocalGather())))
+
+
+def abandon_written(written: Written) -> None:
+    """Remove on rank 0 what was written for a save that is not to be published."""
+    if written.prepared.gather.rank == 0:
+        abandon(written.prepared.site, written.prepared.claim)
+
+
+def _check_written(written: Written, tracker: Tracker) -> None:
+    """Fail if this rank has cancelled, or a chunk is missing."""
+    gather = written.prepared.gather
+    tracker.enter("publish")
+    if tracker.cancelled.is_set():
+        raise SaveCancelledError("the save was cancelled")
+    # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
+    if gather.size > 1 or written.prepared.site.mode == "marker":
+        _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
+
+
+def _publish(written: Written) -> None:
+    """Let rank 0 publish, unless it takes too long."""
+    prepared = written.prepared
     gather, timeout_s = prepared.gather, prepared.policy.timeout_s
-    coordinates = gather.rank == 0
-
-    def check() -> None:
-        tracker.enter("publish")
-        if tracker.cancelled.is_set():
-            raise SaveCancelledError("the save was cancelled")
-        # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
-        if gather.size > 1 or prepared.site.mode == "marker":
-            _check_presence(store, manifest, receipts[(gather.rank + 1) % gather.size])
+    checked = time.monotonic()
 
     def confirm() -> None:
         # The others have given up by then and said that the save failed.
@@ -189,12 +248,10 @@ def _publish(prepared: Prepared, store: Store, manifest: Manifest, receipts: lis
             )  # fmt: skip
 
     def finish() -> None:
-        if coordinates:
-            provenance = _provenance(prepared, receipts)
-            publish(prepared.site, store, manifest, provenance, prepared.policy.consolidate, confirm)
+        if gather.rank == 0:
+            provenance = _provenance(prepared, list(written.receipts))
+            publish(prepared.site, written.store, written.manifest, provenance, prepared.policy.consolidate, confirm)
 
-    agree(gather, check)
-    checked = time.monotonic()
     agree(gather, finish)
 
 

@@ -1,1 +1,28 @@
-"""Torch's side: tensors and DTensors as leaves, process groups as `Gather`. Imported only where torch is used."""
+"""Torch's side: tensors and DTensors as leaves, process groups as `Gather`, storage and planners for DCP.
+
+Imported only where torch is used; the names below are imported on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functional_ckpt.torch.planner import StrictLoadPlanner, StrictSavePlanner
+    from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter
+
+_MODULES = {
+    "StrictLoadPlanner": "planner",
+    "StrictSavePlanner": "planner",
+    "ZarrStorageReader": "storage",
+    "ZarrStorageWriter": "storage",
+}
+
+__all__ = ["StrictLoadPlanner", "StrictSavePlanner", "ZarrStorageReader", "ZarrStorageWriter"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'functional_ckpt.torch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"functional_ckpt.torch.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

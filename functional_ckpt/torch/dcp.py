@@ -1,12 +1,55 @@
-"""The bridge to ``torch.distributed.checkpoint``: the one module that imports it, and makes its values."""
+"""The bridge to ``torch.distributed.checkpoint``: the one module that imports it, and makes its values.
 
+What differs between versions of torch is probed here: a name that a version lacks, a field that it does not have yet.
+"""
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import attrs
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
+from functional_ckpt.errors import SpecError
+from functional_ckpt.plan.manifest import Manifest, RankItem
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.tree import DictKey, Path
+from functional_ckpt.torch.tensors import TORCH_DTYPES
 
-__all__ = ["ChunkStorageMetadata", "MetadataIndex", "WriteItem", "chunk_of", "write_item"]
+__all__ = [
+    "BytesStorageMetadata", "ChunkStorageMetadata", "DefaultLoadPlanner", "DefaultSavePlanner", "Future", "LoadPlan",
+    "LoadPlanner", "Members", "Metadata", "MetadataIndex", "ReadItem", "SavePlan", "SavePlanner", "StorageMeta",
+    "StorageReader", "StorageWriter", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item", "chunk_of",
+    "done", "is_bytes", "is_whole", "metadata_of", "read_box", "read_item", "stamp", "stored_metadata", "streamed",
+    "tree_path", "with_storage_data", "write_item", "write_result", "written_box",
+]  # fmt: skip
+
+_METADATA_VERSION = "1.0.0"
+_EMPTY_DICTS = ("{}", '{"~ordered":[]}')
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
@@ -20,8 +63,12 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=torch.Size(box.shape))
 
 
-def write_item(name: str, box: Box, global_shape: tuple[int, ...], dtype: torch.dtype, hint: int | None) -> WriteItem:
+def write_item(
+    name: str, box: Box, global_shape: tuple[int, ...], dtype: torch.dtype, hint: int | None, whole: bool = False
+) -> WriteItem:
     """Return DCP's order to write region `box` of the tensor `name`; `hint` is its position among the local ones.
+
+    With `whole` it is a plain tensor rather than a shard.
 
     Examples
     --------
@@ -30,8 +77,217 @@ def write_item(name: str, box: Box, global_shape: tuple[int, ...], dtype: torch.
     """
     return WriteItem(
         index=MetadataIndex(name, torch.Size(box.start), hint),
-        type=WriteItemType.SHARD,
+        type=WriteItemType.TENSOR if whole else WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=chunk_of(box), properties=TensorProperties(dtype=dtype), size=torch.Size(global_shape)
         ),
     )
+
+
+def byte_item(name: str) -> WriteItem:
+    """Return DCP's order to write an object.
+
+    Examples
+    --------
+    >>> is_bytes(byte_item("step"))
+    True
+    """
+    return WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
+
+
+def read_item(name: str, box: Box, target: Box, source: Box, number: int = 0) -> ReadItem:
+    """Return DCP's order to read `box`: part of the stored chunk `source`, into local chunk `target` number `number`.
+
+    All three are in global coordinates.
+
+    Examples
+    --------
+    >>> item = read_item("w", Box((3,), (5,)), Box((2,), (6,)), Box((0,), (8,)))
+    >>> item.dest_offsets, item.storage_offsets
+    (torch.Size([1]), torch.Size([3]))
+    """
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(name, torch.Size(target.start), number),
+        dest_offsets=torch.Size(box.relative_to(target).start),
+        storage_index=MetadataIndex(name, torch.Size(source.start), 0),
+        storage_offsets=torch.Size(box.relative_to(source).start),
+        lengths=torch.Size(box.shape),
+    )
+
+
+def is_bytes(item: WriteItem | ReadItem) -> bool:
+    """Tell whether an order is for an object rather than for a tensor."""
+    return item.type in (WriteItemType.BYTE_IO, LoadItemType.BYTE_IO)
+
+
+def is_whole(item: WriteItem) -> bool:
+    """Tell whether an order is for a plain tensor, of which every rank that has it holds all.
+
+    Examples
+    --------
+    >>> is_whole(write_item("w", Box((), ()), (), torch.float32, None, whole=True))
+    True
+    """
+    return bool(item.type == WriteItemType.TENSOR)
+
+
+def written_box(item: WriteItem) -> tuple[tuple[int, ...], Box]:
+    """Return the global shape that a tensor's order names, and the region.
+
+    Examples
+    --------
+    >>> written_box(write_item("w", Box((2,), (4,)), (6,), torch.float32, None))
+    ((6,), Box(start=(2,), stop=(4,)))
+    """
+    data = item.tensor_data
+    if data is None:
+        raise SpecError("a tensor's write item says nothing of the tensor", item.index.fqn)
+    return tuple(data.size), Box.from_shape(tuple(data.chunk.sizes), tuple(data.chunk.offsets))
+
+
+def read_box(item: ReadItem) -> Box:
+    """Return the region of the global tensor that an order reads.
+
+    Examples
+    --------
+    >>> read_box(read_item("w", Box((3,), (5,)), Box((2,), (6,)), Box((0,), (8,))))
+    Box(start=(3,), stop=(5,))
+    """
+    origin = item.storage_index.offset or (0,) * len(item.lengths)
+    start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+    return Box.from_shape(tuple(item.lengths), start)
+
+
+def with_storage_data(plan: SavePlan, data: Any) -> SavePlan:
+    """Return a plan that takes `data` along to the other ranks.
+
+    Examples
+    --------
+    >>> with_storage_data(SavePlan([]), 3).storage_data
+    3
+    """
+    return replace(plan, storage_data=data)
+
+
+def write_result(item: WriteItem, nbytes: int) -> WriteResult:
+    """Return the receipt for one order.
+
+    Examples
+    --------
+    >>> write_result(byte_item("step"), 8).size_in_bytes
+    8
+    """
+    return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=None)
+
+
+def done(value: Any) -> Any:
+    """Return a future that holds `value` already.
+
+    Examples
+    --------
+    >>> done(3).value()
+    3
+    """
+    future: Any = Future()
+    future.set_result(value)
+    return future
+
+
+def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
+    """Return what DCP plans a load with: one chunk per tensor, however many ranks have saved it.
+
+    Examples
+    --------
+    >>> stored_metadata(Manifest(), None).state_dict_metadata
+    {}
+    """
+    # An empty dict is no leaf to DCP, which always looks into dicts.
+    values = [value for value in manifest.values if value.text not in _EMPTY_DICTS]
+    found: dict[str, Any] = {value.key: BytesStorageMetadata() for value in values}
+    for key, entry in manifest.by_key.items():
+        found[key] = BytesStorageMetadata() if entry.codec is not None else TensorStorageMetadata(
+            properties=TensorProperties(dtype=TORCH_DTYPES[entry.spec.dtype]),
+            size=torch.Size(entry.spec.shape),
+            chunks=[chunk_of(entry.spec.box)],
+        )  # fmt: skip
+    placed = [(e.spec.key, e.path) for e in manifest.arrays]
+    placed += [(value.key, value.path) for value in values]
+    placed += [(alias.key, alias.path) for alias in manifest.aliases]
+    metadata = Metadata(state_dict_metadata=found, planner_data={key: _object_path(key, path) for key, path in placed})
+    stamp(metadata, url)
+    return metadata
+
+
+def metadata_of(plans: Iterable[SavePlan]) -> Metadata:
+    """Return what DCP is to know of everything in `plans`: one chunk per tensor.
+
+    Examples
+    --------
+    >>> metadata_of([SavePlan([byte_item("step")])]).state_dict_metadata
+    {'step': BytesStorageMetadata()}
+    """
+    found: dict[str, Any] = {}
+    for item in (item for plan in plans for item in plan.items):
+        data = item.tensor_data
+        if data is None:
+            found[item.index.fqn] = BytesStorageMetadata()
+            continue
+        chunk = chunk_of(Box.from_shape(tuple(data.size)))
+        found[item.index.fqn] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[chunk])
+    return Metadata(state_dict_metadata=found)
+
+
+def stamp(metadata: Metadata, url: str | None) -> None:
+    """Fill in the fields that a storage owes: where it is, an (empty) index, and the version where there is one."""
+    metadata.storage_data = {}
+    metadata.storage_meta = StorageMeta(checkpoint_id=url)
+    if any(field == "version" for field in getattr(metadata, "__dataclass_fields__", {})):
+        metadata.version = _METADATA_VERSION
+
+
+def tree_path(key: str, planner_data: Any) -> Path:
+    """Return the path of a flattened key, as the planner kept it; the key itself where it kept none.
+
+    Examples
+    --------
+    >>> tree_path("a.0", {"a.0": ("a", 0)}), tree_path("a.0", None)
+    (('a', 0), ('a.0',))
+    """
+    path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
+    if isinstance(path, tuple) and path and all(type(item) in (str, int) for item in path):
+        return path
+    return (key,)
+
+
+def streamed(value: Any) -> io.BytesIO:
+    """Return a value as the stream that load planners expect.
+
+    Examples
+    --------
+    >>> torch.load(streamed((1, 2)))
+    (1, 2)
+    """
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def _object_path(key: str, path: Iterable[Any] | None) -> tuple[Any, ...]:
+    if path is None:
+        return (key,)
+    return tuple(_component(item) for item in path) or (key,)
+
+
+def _component(item: Any) -> str | int:
+    if isinstance(item, DictKey | RankItem):
+        return str(item.value) if isinstance(item, DictKey) else str(item)
+    return item if isinstance(item, int) else str(item)
+
+
+@attrs.frozen
+class Members:
+    """The ranks that save together, by their numbers in the default group; travels in the plans of DCP."""
+
+    ranks: tuple[int, ...]

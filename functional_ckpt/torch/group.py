@@ -4,6 +4,7 @@ import atexit
 import pickle
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import RankFailedError, SpecError
 from functional_ckpt.store.encoding import Array
 
-__all__ = ["TorchGather", "torch_gather"]
+__all__ = ["TorchGather", "member_gather", "torch_gather"]
 
 T = TypeVar("T")
 _TAG = 1
@@ -58,6 +59,28 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
     members = tuple(dist.get_process_group_ranks(parent))
     if size == 1:
         return LocalGather(members=members)
+    return _linked(parent, rank, members, timeout_s, purpose)
+
+
+def member_gather(members: tuple[int, ...], timeout_s: float, purpose: str) -> Gather:
+    """Return a `Gather` over `members`, numbers of ranks in the default group, for who knows them but not their group.
+
+    Raises
+    ------
+    SpecError
+        If this process is not one of them.
+    """
+    if len(members) == 1:
+        return LocalGather(members=members)
+    number = dist.get_rank()
+    if number not in members:
+        raise SpecError("this process is not one of the ranks that save", rank=number, expected=members)
+    name = blake2b(repr(members).encode(), digest_size=8).hexdigest()
+    return _linked(dist.group.WORLD, members.index(number), members, timeout_s, f"{purpose}/{name}")
+
+
+def _linked(parent: Any, rank: int, members: tuple[int, ...], timeout_s: float, purpose: str) -> Gather:
+    """Return the connections of `members`, who meet in the store of `parent`."""
     links = _LINKS.setdefault(parent, {})
     if (timeout_s, purpose) not in links:
         # Named by their order, which is that of the calls on every rank, so that ranks with other timeouts meet too.

@@ -1,0 +1,160 @@
+"""From DCP's write items to what a save plans with: the specs of shards, plain values, and the buffers behind them."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from functional_ckpt.capture import Captured
+from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError, raise_problems
+from functional_ckpt.leaves import HeldArray, NumpyLeaves
+from functional_ckpt.plan.manifest import ValueEntry, canonical
+from functional_ckpt.plan.state import ArrayLeaf, LocalState
+from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.tree import DictKey, Path, unflatten
+from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.execute import content_digest
+from functional_ckpt.store.values import encode_value, is_plain
+from functional_ckpt.torch.dcp import SavePlan, WriteItem, is_bytes, is_whole, tree_path, written_box
+from functional_ckpt.torch.tensors import TORCH_LEAVES
+
+__all__ = ["captured_plan"]
+
+
+def captured_plan(plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, terms: str, digested: bool) -> Captured:
+    """Describe what a rank is told to write; the data itself is taken from `planner` item by item.
+
+    `digested` says that whole tensors and objects were left on every rank that has them, and are to be compared.
+
+    Raises
+    ------
+    CheckpointError
+        All items that cannot be saved, at once.
+    """
+    seen = _Items(plan, planner, rank, policy, digested)
+    problems: list[CheckpointError] = []
+    for item in plan.items:
+        try:
+            seen.add(item)
+        except CheckpointError as error:
+            problems.append(error)
+    raise_problems(problems)
+    return seen.captured(terms)
+
+
+@attrs.frozen(eq=False)
+class _Item:
+    """One region of an array, and where its elements are."""
+
+    held: HeldArray
+    box: Box
+
+
+class _Items:
+    """Collects write items; one object per save."""
+
+    def __init__(self, plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, digested: bool) -> None:
+        self.planner, self.rank, self.policy, self.digested = planner, rank, policy, digested
+        self._paths = _tidy_paths([item.index.fqn for item in plan.items], plan.planner_data)
+        self._leaves: dict[str, ArrayLeaf] = {}
+        self._regions: dict[str, list[_Item]] = {}
+        self._values: list[ValueEntry] = []
+
+    def add(self, item: WriteItem) -> None:
+        """Collect one item."""
+        key = item.index.fqn
+        data = _resolved(self.planner, item)
+        if is_bytes(item):
+            self._add_bytes(key, data)
+            return
+        if not isinstance(data, torch.Tensor):
+            raise UnsupportedLeafError("the planner gives no tensor", key, self.rank, found=type(data).__name__)
+        shape, box = written_box(item)
+        if tuple(data.shape) != box.shape:
+            raise ShapeError("the planner gives a tensor of another shape than it planned", key, self.rank, shape,
+                             box.start, box.shape, tuple(data.shape))  # fmt: skip
+        held = TORCH_LEAVES.hold(key, data.detach(), self.rank)
+        # What the tensor is counts, not what the plan says: a cached plan does not notice another data type.
+        spec = attrs.evolve(held.spec, shape=shape)
+        self._add(ArrayLeaf(spec, self._paths[key], None, None, is_whole(item)), _Item(held, box))
+
+    def captured(self, terms: str) -> Captured:
+        """Return everything that was collected."""
+        buffers: list[Buffer] = []
+        numbers: dict[str, range] = {}
+        shards: list[ShardSpec] = []
+        leaves = tuple(leaf for _, leaf in sorted(self._leaves.items()))
+        for leaf in leaves:
+            regions = self._regions[leaf.key]
+            numbers[leaf.key] = range(len(buffers), len(buffers) + len(regions))
+            buffers += [region.held.buffers[0] for region in regions]
+            shards += () if leaf.is_copy else [ShardSpec(leaf.spec, region.box) for region in regions]
+        common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms)
+        return Captured(common, LocalState(terms=terms), tuple(buffers), numbers)
+
+    def _add(self, leaf: ArrayLeaf, region: _Item) -> None:
+        first = self._leaves.setdefault(leaf.key, leaf)
+        if (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
+            raise SpecError("the items of one tensor disagree", leaf.key, self.rank, leaf.spec.shape, region.box.start,
+                            (first.spec.shape, first.spec.dtype), (leaf.spec.shape, leaf.spec.dtype))  # fmt: skip
+        if leaf.is_copy and self.digested and self.policy.replicated == "check":
+            digest = content_digest(region.held.buffers[0], leaf.spec)
+            self._leaves[leaf.key] = attrs.evolve(leaf, copy_digest=digest)
+        self._regions.setdefault(leaf.key, []).append(region)
+
+    def _add_bytes(self, key: str, stream: Any) -> None:
+        data = stream.getvalue() if isinstance(stream, io.BytesIO) else bytes(stream.read())
+        found = _plain(data)
+        if found is not None:
+            self._values.append(ValueEntry(key, canonical(encode_value(found[0])), self._paths[key]))
+            return
+        if self.policy.object_codec is None:
+            raise UnsupportedLeafError(
+                "a value is neither a tensor nor plain", key, self.rank,
+                remedy="Pass SavePolicy(object_codec='torch'), which is the default of ZarrStorageWriter",
+            )  # fmt: skip
+        held = NumpyLeaves().hold(key, np.frombuffer(data, np.uint8), self.rank)
+        leaf = ArrayLeaf(held.spec, self._paths[key], self.policy.object_codec, None, True)
+        self._add(leaf, _Item(held, held.spec.box))
+
+
+def _resolved(planner: Any, item: WriteItem) -> Any:
+    try:
+        return planner.resolve_data(item)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a planner is the user's code
+        raise UnsupportedLeafError(
+            "the planner cannot give an item's data", item.index.fqn, found=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _plain(data: bytes) -> tuple[Any] | None:
+    """Return the value in a stream of ``torch.save`` if it is a plain one; unpickles nothing but plain types."""
+    try:
+        value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception:  # anything else stays the bytes that it is
+        return None
+    return (value,) if is_plain(value) else None
+
+
+def _tidy_paths(keys: Iterable[str], planner_data: Any) -> dict[str, Path]:
+    """Return the paths of keys; as dict keys those positions of lists that make no whole list (DCP drops empty dicts).
+
+    All that the planner has mapped counts, not only the items that were left to this rank.
+    """
+    mapped = planner_data if isinstance(planner_data, dict) else {}
+    keys = tuple(dict.fromkeys(keys))
+    paths = {key: tree_path(key, mapped) for key in (*mapped, *keys) if isinstance(key, str)}
+    try:
+        unflatten((path, None) for path in paths.values())
+    except SpecError:
+        paths = {
+            key: tuple(DictKey(item) if isinstance(item, int) else item for item in path) for key, path in paths.items()
+        }
+    return {key: paths[key] for key in keys}

@@ -1,0 +1,241 @@
+"""The contract that DCP has with a storage, as far as one process shows it, and plans from specs."""
+
+import inspect
+import os
+import pickle
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+import functional_ckpt as fc
+import functional_ckpt.torch
+from functional_ckpt.errors import CastError, GapError, KeyMismatchError
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import ShardSpec
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+from functional_ckpt.torch import dcp as bridge  # noqa: E402
+from functional_ckpt.torch import planner, storage  # noqa: E402 - they need torch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def saved(path, state, **options):
+    dcp.save(state, storage_writer=storage.ZarrStorageWriter(path, **options))
+    return fc.open_checkpoint(path)
+
+
+def test_the_interface_is_torchs_own():
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+    assert (storage.StorageReader, storage.StorageWriter, storage.WriteResult) == (
+        StorageReader, StorageWriter, WriteResult,
+    )  # fmt: skip
+    assert functional_ckpt.torch.ZarrStorageWriter is storage.ZarrStorageWriter
+    assert issubclass(storage.ZarrStorageWriter, StorageWriter)
+    assert issubclass(storage.ZarrStorageReader, StorageReader)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        storage.ZarrStorageWriter.set_up_storage_writer,
+        storage.ZarrStorageReader.set_up_storage_reader,
+        storage.ZarrStorageReader.read_metadata,
+    ],
+)
+def test_dcp_finds_the_names_that_it_looks_for(function):
+    assert {"args", "kwargs"} <= inspect.signature(function).parameters.keys()
+
+
+def test_writers_and_readers_are_true_and_travel_before_and_after_use(tmp_path):
+    path = str(tmp_path / "c")
+    writer, reader = storage.ZarrStorageWriter(path), storage.ZarrStorageReader(path)
+    for _ in range(2):
+        assert bool(writer)
+        assert bool(reader)
+        writer, reader = pickle.loads(pickle.dumps((writer, reader)))
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        reader.read_metadata()
+    assert (writer.checkpoint_id, reader.checkpoint_id) == (path, path)
+
+
+def test_a_bare_reset_keeps_the_path_and_one_with_an_id_does_not(tmp_path):
+    for each in (storage.ZarrStorageWriter("a"), storage.ZarrStorageReader("a")):
+        each.reset()
+        assert each.checkpoint_id == "a"
+        each.reset(tmp_path / "b")
+        assert each.checkpoint_id == str(tmp_path / "b")
+
+
+@pytest.mark.parametrize(("url", "ours"), [("/a", True), ("memory://a", True), ("file:///a", True), ("s3://a", False)])
+def test_ids_that_have_a_store(url, ours):
+    assert storage.ZarrStorageWriter.validate_checkpoint_id(url) is ours
+    assert storage.ZarrStorageReader.validate_checkpoint_id(url) is ours
+
+
+def test_older_torch_passes_no_keywords(tmp_path):
+    writer = storage.ZarrStorageWriter(tmp_path / "c")
+    writer.set_up_storage_writer(True)
+    reader = storage.ZarrStorageReader("memory://none")
+    with pytest.raises(fc.errors.NotACheckpointError):
+        reader.read_metadata()
+    with pytest.raises(fc.errors.NotACheckpointError):
+        reader.read_metadata(rank=0)
+
+
+def test_a_save_that_is_never_finished_is_removed_by_the_next_reset(tmp_path):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    plans, writer = DefaultSavePlanner(), storage.ZarrStorageWriter(tmp_path / "c")
+    plans.set_up_planner({"w": torch.ones(2)}, None, True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(plans.create_local_plan())
+    writer.write_data(writer.prepare_global_plan([plan])[0], plans).wait()
+    assert len(os.listdir(tmp_path)) == 2
+    writer.reset()
+    assert os.listdir(tmp_path) == []
+
+
+def test_finish_publishes_nothing_if_a_result_is_missing(tmp_path):
+    write = storage.ZarrStorageWriter.write_data
+
+    def forgetful(self, plan, planner):
+        return bridge.done(write(self, plan, planner).value()[1:])
+
+    with patch.object(storage.ZarrStorageWriter, "write_data", forgetful), pytest.raises(BaseException, match="Gap"):
+        saved(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(2)})
+    assert os.listdir(tmp_path) == []
+
+
+def test_overwrite_false_refuses_and_true_replaces(tmp_path):
+    path = tmp_path / "c"
+    saved(path, {"w": torch.ones(2)})
+    with pytest.raises(BaseException, match="AlreadyExistsError"):
+        saved(path, {"w": torch.zeros(3)}, overwrite=False)
+    assert saved(path, {"v": torch.zeros(3)}).keys() == {"v"}
+
+
+def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path):
+    path = tmp_path / "c"
+    saved(path, {"w": torch.ones(2)})
+    with patch("functional_ckpt.store.files.FileStore.create", side_effect=OSError(28, "full")), \
+            pytest.raises(BaseException, match="full"):  # fmt: skip
+        saved(path, {"w": torch.zeros(2)})
+    assert fc.open_checkpoint(path)["w"][:].tolist() == [1.0, 1.0]
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_objects_are_built_from_plain_types_unless_allowed(tmp_path):
+    path = tmp_path / "c"
+    saved(path, {"value": slice(1, 2), "lr": 0.1})
+    with pytest.raises(BaseException, match="ObjectCodecError"):
+        dcp.load({"value": 0, "lr": 0.0}, storage_reader=storage.ZarrStorageReader(path))
+    found = {"value": 0, "lr": 0.0}
+    dcp.load(found, storage_reader=storage.ZarrStorageReader(path, policy=fc.LoadPolicy(safe_globals=[slice])))
+    assert found == {"value": slice(1, 2), "lr": 0.1}
+    with pytest.raises(BaseException, match="object_codec"):
+        saved(tmp_path / "d", {"value": slice(1, 2)}, policy=fc.SavePolicy())
+
+
+def test_no_byte_of_a_checkpoint_is_a_pickle_of_plain_values(tmp_path):
+    found = saved(tmp_path / "c", {"step": 3, "betas": (0.9, 0.95), "name": "a", "w": torch.ones(2)})
+    assert list(found) == ["w"]
+    assert found.tree()["betas"] == (0.9, 0.95)
+
+
+def test_lists_that_lose_empty_dicts_are_saved(tmp_path):
+    found = saved(tmp_path / "c", {"layers": [{}, {"w": torch.ones(2)}]})
+    assert list(found) == ["layers.1.w"]
+
+
+def test_loading_into_strided_memory(tmp_path):
+    saved(tmp_path / "c", {"w": torch.arange(12.0).reshape(3, 4)})
+    found = {"w": torch.zeros(4, 3).t()}
+    dcp.load(found, storage_reader=storage.ZarrStorageReader(tmp_path / "c"))
+    assert torch.equal(found["w"], torch.arange(12.0).reshape(3, 4))
+
+
+def test_the_checkpoint_opens_without_a_template(tmp_path):
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state = {"a": {"w": torch.ones(2)}, "l": [torch.zeros(1), 3]}
+    saved(tmp_path / "c", state)
+    found = {}
+    _load_state_dict(
+        found, storage.ZarrStorageReader(tmp_path / "c"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    assert torch.equal(found["a"]["w"], state["a"]["w"])
+    assert found["l"][1] == 3
+
+
+W = ArraySpec("w", (8, 4), "float32")
+
+
+def test_global_plans_write_every_region_once_and_spread_the_bytes():
+    shards = [ShardSpec(W, Box((row, 0), (row + 2, 4))) for row in range(0, 8, 2)]
+    mine = planner.local_save_plan(shards, ["step"])
+    plans, metadata = planner.global_save_plan([mine, mine])
+    written = [item.index for plan in plans for item in plan.items]
+    assert len(written) == len(set(written)) == 5
+    assert [sum(not bridge.is_bytes(item) for item in plan.items) for plan in plans] == [2, 2]
+    assert len(metadata.state_dict_metadata["w"].chunks) == 1
+
+
+def test_regions_with_one_offset_but_other_sizes_are_two():
+    one, other = (planner.local_save_plan([ShardSpec(W, Box((0, 0), stop))]) for stop in ((2, 4), (4, 4)))
+    plans, _ = planner.global_save_plan([one, other])
+    assert [len(plan.items) for plan in plans] == [1, 1]
+
+
+def test_flat_shards_become_boxes():
+    plan = planner.local_save_plan([ShardSpec(W, W.box, flat=(2, 14))])
+    assert sum(bridge.written_box(item)[1].size for item in plan.items) == 12
+
+
+def test_load_plans_name_places_in_the_whole_array(tmp_path):
+    entries = saved(tmp_path / "c", {"w": torch.zeros(8, 4)}).manifest.by_key
+    plan = planner.load_plan([ShardSpec(W, Box((2, 0), (5, 4)))], entries)
+    assert [bridge.read_box(item) for item in plan.items] == [Box((2, 0), (5, 4))]
+    with pytest.raises(KeyMismatchError):
+        planner.load_plan([ShardSpec(ArraySpec("v", (1,), "int8"), Box((0,), (1,)))], entries)
+
+
+def strictly(path, found, **policy):
+    chosen = fc.LoadPolicy(**policy)
+    reader = storage.ZarrStorageReader(path, policy=chosen)
+    dcp.load(found, storage_reader=reader, planner=planner.StrictLoadPlanner(chosen))
+    return found
+
+
+def test_the_strict_planner_and_its_opt_outs(tmp_path):
+    path = tmp_path / "c"
+    saved(path, {"w": torch.ones(2), "n": 1, "empty": {}, "none": []})
+    fc.save({"w": torch.ones(2), "n": 1, "empty": {}, "none": []}, tmp_path / "d")
+    for each in (path, tmp_path / "d"):
+        assert strictly(each, {"w": torch.zeros(2), "n": 0, "none": 0})["n"] == 1
+        for wanted, error in (
+            ({"w": torch.zeros(2)}, KeyMismatchError),
+            ({"w": torch.zeros(2), "n": 0, "none": 0, "x": torch.zeros(1)}, KeyMismatchError),
+            ({"w": torch.zeros(2, dtype=torch.int8), "n": 0, "none": 0}, CastError),
+            ({"w": torch.zeros(2), "n": torch.zeros(3), "none": 0}, GapError),
+        ):
+            with pytest.raises(BaseException, match=error.__name__):
+                strictly(each, wanted)
+        half = {"w": torch.zeros(2, dtype=torch.float64), "x": torch.zeros(1)}
+        strictly(each, half, strict="ignore", cast="same_kind")
+        assert half["w"].tolist() == [1.0, 1.0]
+
+
+def test_numbers_of_chunks_published_do_not_grow(tmp_path):
+    policy = fc.SavePolicy(layout=fc.LayoutPolicy(target_chunk_nbytes=64, min_chunk_nbytes=0))
+    found = saved(tmp_path / "c", {"w": torch.arange(1024.0)}, policy=policy)
+    assert found["w"].entry.grid.size > 10
+    metadata = storage.ZarrStorageReader(tmp_path / "c").read_metadata()
+    assert len(metadata.state_dict_metadata["w"].chunks) == 1
+    assert np.array_equal(found["w"][:], np.arange(1024.0))
