@@ -17,6 +17,7 @@ from functional_ckpt.api import async_save, load, save
 from functional_ckpt.checkpoint import open_checkpoint
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
+from functional_ckpt.pending import PendingSave
 from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.commit import ROOT
 from functional_ckpt.store.opening import open_store
@@ -45,6 +46,7 @@ from functional_ckpt.torch.strategies.removal import remove_arrays
 
 __all__ = [
     "BACKEND",
+    "LOAD_POLICY",
     "SAFE_GLOBALS",
     "VERSION",
     "ZarrLoadCommonStrategy",
@@ -63,7 +65,8 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     argparse.Namespace, *(type(np.dtype(code)) for code in np.typecodes["All"]),
 )  # fmt: skip
 
-_LOAD_POLICY = LoadPolicy(cast="any", safe_globals=SAFE_GLOBALS)
+#: How both load strategies load by default.
+LOAD_POLICY = LoadPolicy(cast="any", safe_globals=SAFE_GLOBALS)
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -123,9 +126,18 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank, for what is found before the copy.
         """
+        return AsyncRequest(self.start(sharded_state_dict, checkpoint_dir).result, (), [])
+
+    def start(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PendingSave:
+        """Do what `async_save` does, and return the running save itself.
+
+        Raises
+        ------
+        CheckpointingException
+            On every rank, for what is found before the copy.
+        """
         leaves = agree(self._gather(), lambda: leaves_to_save(sharded_state_dict))
-        pending = async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
-        return AsyncRequest(pending.result, (), [])
+        return async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
     def _gather(self) -> Gather:
         return torch_gather(self.process_group, self.policy.timeout_s, "sync")
@@ -162,7 +174,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     True
     """
 
-    def __init__(self, *, policy: LoadPolicy = _LOAD_POLICY, process_group: Any = None) -> None:
+    def __init__(self, *, policy: LoadPolicy = LOAD_POLICY, process_group: Any = None) -> None:
         self.policy = attrs.evolve(policy, strict=Strict("raise", "ignore"))
         self.process_group = process_group
 
@@ -304,7 +316,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """Return the state dict with each `ShardedObject` replaced by what was stored; all ranks call it."""
-        strategy = ZarrLoadShardedStrategy(policy=attrs.evolve(_LOAD_POLICY, safe_globals=self.safe_globals))
+        strategy = ZarrLoadShardedStrategy(policy=attrs.evolve(LOAD_POLICY, safe_globals=self.safe_globals))
         return strategy.load(sharded_objects_state_dict, _below(checkpoint_dir, OBJECTS))
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
