@@ -151,11 +151,12 @@ class _Seeker:
         except CheckpointError as error:
             self._problems.append(error)
         raise_problems(self._problems)
-        needed = {
-            (entries[read.key].spec.key, index): entries[read.key]
-            for read in plan.reads
-            for index in entries[read.key].grid.touched(read.box)
-        }
+        needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
+        for read in plan.reads:
+            entry = entries[read.key]
+            grid = entry.grid
+            for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
+                needed[entry.spec.key, index] = entry
         problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
         raise_problems(problem for problem in problems if problem is not None)
         return plan

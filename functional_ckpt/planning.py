@@ -20,6 +20,7 @@ from functional_ckpt.plan.local import local_array_plans, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save, restrict
 from functional_ckpt.plan.state import GlobalState, LocalState, Part, merge_states, merge_values, placed_leaves
 from functional_ckpt.policy import SavePolicy
+from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import ShardRows, ShardTable
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
@@ -92,7 +93,7 @@ class Planner:
         mine = held[0]
         budget = min(proposal.budget_nbytes for proposal in proposals)
         world = world_digest(proposals, budget)
-        parts = [(self.gather.rank, mine.common), *enumerate(proposal.own for proposal in proposals)]
+        parts = [(self.gather.rank, mine.common), *_owns(proposals)]
         alike = contents_agree(proposals)
         if self._known is not None and all(proposal.planned == world for proposal in proposals):
             known = self._known[1]
@@ -113,10 +114,17 @@ class Planner:
         self.shared_ok = store.capabilities.shared_chunks
         own = mine.own.tabled(self.gather.rank, mine.common_count)
         proposal = propose(mine.common, own, self.policy.replicas, self.policy.budget_nbytes)
+        if proposal.is_alone and self._must_move(mine.common.shards):
+            proposal = attrs.evolve(proposal, is_alone=False)
         kind = (self.gather.rank, self.gather.size, self.shared_ok, self.owned_ok)
         self._mine = (proposal.specs, proposal.shards, *kind)
         self._known = _MEMORY.find(self._mine)
         return attrs.evolve(proposal, planned=self._known[0]) if self._known else proposal
+
+    def _must_move(self, shards: Sequence[ShardSpec]) -> bool:
+        """Tell whether shards of a grid are so small that their rank must know who holds the others."""
+        plans = local_array_plans(shards, self.policy.layout, self.shared_ok, self.owned_ok)
+        return any(plan.layout.rung == "owned" for plan in plans)
 
     def _refreshed(self, known: Agreed, parts: Sequence[Part]) -> Agreed:
         """Return a plan made before with the values of now."""
@@ -128,15 +136,14 @@ class Planner:
         """Plan this rank's part by itself."""
         policy, rank = self.policy, self.gather.rank
         state, problems = merge_states(parts, policy.replicated)
-        owns = [own for _, own in parts[1:]]
-        items = placed_leaves(mine.common, owns, {alias.key for alias in state.aliases})
+        items = placed_leaves(mine.common, parts[1:], self.gather.size, {alias.key for alias in state.aliases})
         arrays = local_array_plans(items, policy.layout, self.shared_ok, self.owned_ok)
         raise_problems([*problems, *_name_collisions(arrays)])
         plan = plan_local_save(
             rank, items, policy.layout, policy.replicas, self.shared_ok, self.owned_ok, budget
         )  # fmt: skip
         # The plan counts the shards of the items; buffers are there for tied leaves too.
-        held = {leaf.key for leaf in (*mine.common.arrays, *owns[rank].arrays)}
+        held = {leaf.key for leaf in (*mine.common.arrays, *mine.own.arrays)}
         numbers = [number for item in items if item.key in held for number in mine.numbers[item.key]]
         shard = plan.pieces.shard
         renumbered = np.where(shard >= 0, np.array([*numbers, -1], np.int64)[shard], -1)
@@ -150,7 +157,11 @@ class Planner:
         told = together(self.gather, lambda: sealed(mine))
         known: dict[bytes, tuple[LocalState, Any]] = {}
         commons = [opened(*each, known) for each in told]
-        return [*enumerate(commons), *enumerate(proposal.own for proposal in proposals)]
+        return [*enumerate(commons), *_owns(proposals)]
+
+
+def _owns(proposals: Sequence[Proposal]) -> list[Part]:
+    return [(rank, proposal.own) for rank, proposal in enumerate(proposals) if proposal.own is not None]
 
 
 def plan_together(

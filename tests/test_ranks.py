@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 
 import functional_ckpt
-from functional_ckpt import Box, LayoutPolicy, LoadPolicy, PerRank, SavePolicy, async_save, load, open_checkpoint, save
+from functional_ckpt import (
+    Box,
+    LayoutPolicy,
+    LoadPolicy,
+    LocalShards,
+    PerRank,
+    SavePolicy,
+    async_save,
+    load,
+    open_checkpoint,
+    save,
+)
 from functional_ckpt.errors import CheckpointError, RankFailedError, SaveCancelledError
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
 
 GRID = np.arange(96, dtype="f4").reshape(12, 8)
@@ -359,3 +370,20 @@ def test_values_and_shapes_that_differ_are_reported_together(tmp_path, fast):
             ("ReplicaError", "lr"),
             ("ShapeError", "w"),
         ]
+
+
+@pytest.mark.parametrize(("smallest", "rung"), [(0, "exclusive"), (2**22, "owned")])
+def test_shards_of_a_declared_grid(smallest, rung, tmp_path):
+    """Each rank plans chunks of its own alone; too small for that, the ranks gather who holds what."""
+    layout = LayoutPolicy(min_chunk_nbytes=smallest)
+    policy = SavePolicy(layout=layout, replicas="declared", durability="none")
+
+    def saving(gather):
+        shard = from_rank_offsets("w", "float32", (3, 8), (0, gather.rank, 4))
+        return save(
+            {"w": LocalShards(shard, GRID[shard.box.slices])}, tmp_path / "a", policy=policy, process_group=gather
+        )
+
+    (entry,) = run_ranks(4, saving)[0].arrays
+    assert entry.layout.rung == rung
+    np.testing.assert_array_equal(functional_ckpt.open_checkpoint(tmp_path / "a")["w"][...], GRID)

@@ -1,5 +1,6 @@
 """Whole state dicts with sharded leaves, saved and loaded by one rank."""
 
+import itertools
 import json
 import logging
 from argparse import Namespace
@@ -167,7 +168,7 @@ def cuts(*at):
     """Flat shards of W between these elements."""
     return [
         ShardedTensor.from_rank_offsets_flat("w", W.reshape(-1)[a:b].clone(), (6, 4), flattened_range=slice(a, b))
-        for a, b in zip(at, at[1:], strict=False)
+        for a, b in itertools.pairwise(at)
     ]
 
 
@@ -347,7 +348,7 @@ def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
 def test_parts_that_do_not_fit_are_told(tmp_path):
     save({"a": [tensor("a", W), 1], "b": 2}, tmp_path)
     with pytest.raises(ValueError, match=r"hole.*'a'"):
-        load({"a": [tensor("a", W), 1, 1, LocalNonpersistentObject(3)]}, tmp_path)
+        load({"a": [tensor("a", W), 1, 1, LocalNonpersistentObject(3)], "c": 1}, tmp_path)
     with pytest.raises(ValueError, match=r"same place.*'b'"):
         load({"b": tensor("a", W)}, tmp_path)
 
@@ -355,7 +356,7 @@ def test_parts_that_do_not_fit_are_told(tmp_path):
 def test_objects_of_classes_that_are_not_allowed_are_not_built(tmp_path):
     save({"o": ShardedObject("o", OrderedDict(a=SomeClass()), (1,), (0,))}, tmp_path)
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}
-    with pytest.raises(ObjectCodecError, match="SomeClass"):
+    with pytest.raises(ObjectCodecError, match="cannot be read"):
         load(wanted, tmp_path)
     trusting = ZarrLoadShardedStrategy(policy=functional_ckpt.LoadPolicy(safe_globals=[SomeClass]))
     assert load(wanted, tmp_path, trusting)["o"]["a"].value == 1

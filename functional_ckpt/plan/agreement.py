@@ -29,7 +29,7 @@ class Proposal:
 
     `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to zero over ranks that
     hold every cell of all regular grids once. `planned` is the world digest of the last plan for these specs. `own` is
-    what only this rank has.
+    what only this rank has, if anything.
     """
 
     specs: bytes
@@ -38,7 +38,7 @@ class Proposal:
     is_alone: bool
     fold: int
     budget_nbytes: int
-    own: LocalState
+    own: LocalState | None = None
     planned: bytes | None = None
 
 
@@ -55,7 +55,7 @@ def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: i
         alone,
         _fold(common.shards) if alone else 0,
         budget_nbytes,
-        own,
+        own if own.arrays or own.values else None,
     )
 
 

@@ -178,20 +178,22 @@ def merge_values(
     return attrs.evolve(known, values=values, attributes=parts[0][1].attributes), tuple(problems)
 
 
-def placed_leaves(common: LocalState, owns: Sequence[LocalState], tied: Iterable[str]) -> list[ShardSpec | PlacedArray]:
-    """Return what `plan_local_save` plans where all ranks hold `common` alike and rank r holds ``owns[r]`` besides.
+def placed_leaves(
+    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str]
+) -> list[ShardSpec | PlacedArray]:
+    """Return what `plan_local_save` plans where `size` ranks hold `common` alike, and some have their own besides.
 
     Keys in `tied` are left out.
     """
     skipped = {*tied}
-    everywhere = Sharding(Mesh.line(len(owns)), (Replicate(),))
+    everywhere = Sharding(Mesh.line(size), (Replicate(),))
     items: list[ShardSpec | PlacedArray] = [
         PlacedArray(leaf.spec, leaf.sharding or everywhere)
         for leaf in common.arrays
         if leaf.key not in skipped and (leaf.is_copy or leaf.sharding is not None)
     ]
     items += [shard for shard in common.shards if shard.key not in skipped]
-    for rank, own in enumerate(owns):
+    for rank, own in owns:
         here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
         items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
     return items

@@ -1,6 +1,8 @@
 """One chunk of an array: whether it is there, its bytes, its digest, and writing it whole."""
 
+from functools import lru_cache
 from math import prod
+from operator import mul
 
 import attrs
 import numpy as np
@@ -13,7 +15,6 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.flat import flat_runs
 from functional_ckpt.store.base import BLOCK_NBYTES, PAGE_NBYTES, Store
-from functional_ckpt.store.buffer import region_of
 from functional_ckpt.store.encoding import (
     Array,
     array_metadata,
@@ -73,23 +74,23 @@ def read_chunk(
     With `part` (in the chunk's coordinates) only those cells will be looked at, so that nothing else is fetched. With
     `copied` a plain chunk is read rather than mapped, which takes fewer calls.
     """
-    box = ChunkGrid(spec.shape, layout.chunk).box(index)
     if is_raw(layout):
         name = f"{node_name(spec.key)}/{chunk_name(index)}"
         data = store.read(name) if copied else None
         mapped = data if data is not None else store.map(name, _byte_ranges(spec, layout, part))
         if len(mapped) != chunk_nbytes(layout):
             raise CorruptionError(
-                "a stored chunk has a wrong size", spec.key, None, spec.shape, box.start,
+                "a stored chunk has a wrong size", spec.key, None, spec.shape, tuple(map(mul, index, layout.chunk)),
                 f"{chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
             )  # fmt: skip
         whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
-        clipped: Array = whole if box.shape == layout.chunk else whole[region_of(box.start, box.start, box.stop)]
+        ends = zip(spec.shape, index, layout.chunk, strict=True)
+        clipped: Array = whole[tuple(slice(n - i * c) for n, i, c in ends)] if spec.shape != layout.chunk else whole
         return clipped
     from functional_ckpt.store.zarr import open_array, read_box
 
     _check_memory(spec, layout, index)
-    return read_box(open_array(store, spec, layout), spec, box)
+    return read_box(open_array(store, spec, layout), spec, ChunkGrid(spec.shape, layout.chunk).box(index))
 
 
 def write_header(array: ArrayPlan, store: Store) -> None:
@@ -138,6 +139,7 @@ def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def chunk_nbytes(layout: Layout) -> int:
     """Return the bytes of one chunk.
 

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.store.base import BLOCK_NBYTES, PAGE_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
+from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
 
 __all__ = ["NEW", "FileStore", "exchange_paths", "sync_directory"]
 
@@ -113,8 +113,9 @@ class FileStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
-                found = os.read(file, PAGE_NBYTES)
-                if len(found) < PAGE_NBYTES:  # a small file needs no more
+                size = os.fstat(file).st_size
+                found = os.read(file, size + 1)  # for a small file that is all
+                if len(found) == size:
                     return found
                 with open(file, "rb", closefd=False) as rest:
                     return found + rest.read()

@@ -109,13 +109,13 @@ class Wave:
         return sum(self.rows[row].size * self.arrays[self.rows[row].array].spec.itemsize for row in rows)
 
     def parts_of(self, rows: Sequence[int], message: Array) -> Iterator[tuple[int, Array]]:
-        """Yield the pieces of a message with their rows, as new arrays: what has come is aligned to nothing."""
+        """Yield the pieces of a message with their rows: views where they are aligned, else copies."""
         offset = 0
         for row in rows:
-            part = np.empty(self.shape_of(row), self.dtype_of(row))
-            part.reshape(-1).view(np.uint8)[:] = message[offset : offset + part.nbytes]
-            offset += part.nbytes
-            yield row, part
+            dtype, shape = self.dtype_of(row), self.shape_of(row)
+            part = message[offset : offset + self.rows[row].size * dtype.itemsize]
+            offset += len(part)
+            yield row, (part if part.ctypes.data % dtype.alignment == 0 else part.copy()).view(dtype).reshape(shape)
 
     def _in_fragment(self, row: int) -> tuple[_Row, tuple[int, ...], tuple[Any, ...]]:
         piece = self.rows[row]

@@ -226,17 +226,21 @@ def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[Pla
     Examples
     --------
     >>> from hypothesis import find
-    >>> find(placed_arrays(), lambda placed: len(placed) == 2)[1].sharding.copies
-    1
+    >>> find(placed_arrays(), lambda placed: placed[0].sharding.copies > 1)[0].sharding.placements
+    (Replicate(),)
     """
-    shapes_of = draw(st.lists(meshes(2), min_size=1, max_size=2))
+    sides = st.lists(st.sampled_from([2, 3, 1]), min_size=1, max_size=2).map(tuple)
+    shapes_of = draw(st.lists(sides, min_size=1, max_size=2))
     ranks = range(max(map(prod, shapes_of)) + draw(st.integers(0, spare)))
     known = [Mesh(shape, draw(st.permutations(ranks))[: prod(shape)]) for shape in shapes_of]
-    long = shapes(1, 24, 1, 1) | shapes(2, 16, 1, 1) | shapes(3, 6, 1, 1)
+    long = shapes(1, 24, 4, 1) | shapes(2, 16, 2, 2) | shapes(3, 6, 2, 2)
     placed: list[PlacedArray] = []
-    for key in draw(st.lists(keys(), max_size=max_arrays, unique=True)):
+    for key in draw(st.lists(keys(), min_size=1, max_size=max_arrays, unique=True)):
         array, mesh = draw(array_specs(key, long | shapes())), draw(st.sampled_from(known))
-        placed.append(PlacedArray(array, Sharding(mesh, draw(placements(mesh.shape, len(array.shape))))))
+        how = draw(placements(mesh.shape, len(array.shape)))
+        if array.shape and draw(st.booleans()):
+            how = (Shard(0), *how[1:])  # else most arrays would not be cut at all
+        placed.append(PlacedArray(array, Sharding(mesh, how)))
     return placed
 
 

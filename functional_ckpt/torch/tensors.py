@@ -141,8 +141,9 @@ class TorchLeaves:
             identity = _identity(local, placements) if local.numel() else (
                 local.untyped_storage()._cdata, spec.shape, spec.dtype, placements,
             )  # fmt: skip
-            sharding, buffers = _placed(spec, leaf, local)
-            return HeldArray(spec, buffers, False, identity, sharding, place=dist.get_rank())
+            rank = dist.get_rank()
+            sharding, buffers = _placed(spec, leaf, local, rank)
+            return HeldArray(spec, buffers, False, identity, sharding, place=rank)
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
 
 
@@ -182,11 +183,11 @@ def _local(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local
 
 
-def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor) -> tuple[Sharding, tuple[Buffer, ...]]:
+def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor, rank: int) -> tuple[Sharding, tuple[Buffer, ...]]:
     sharding = _sharding(spec.key, leaf.device_mesh, leaf.placements)
     shape = tuple(local.shape)
     buffers: list[Buffer] = []
-    for box, _, region in sharding.places(spec.shape, dist.get_rank()):
+    for box, _, region in sharding.places(spec.shape, rank):
         if region.shape == shape:
             buffers.append(_buffer(local))
             continue
