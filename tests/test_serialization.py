@@ -51,6 +51,7 @@ from functional_ckpt.torch.strategies.base import (  # noqa: E402
 )
 from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
     BACKEND,
+    SAFE_GLOBALS,
     ZarrLoadCommonStrategy,
     ZarrLoadShardedStrategy,
     ZarrSaveCommonStrategy,
@@ -86,7 +87,7 @@ def state(fill=True):
         "args": Namespace(lr=0.5),
         "seen": np.arange(3),
         "mean": torch.ones(2),
-        "mixed": [tensor("mixed", made(W[0])), 5, (1, 2)],
+        "mixed": [tensor("mixed.w", made(W[0])), 5, (1, 2)],
         "empty": {},
     }
 
@@ -122,9 +123,9 @@ def test_what_lies_where(tmp_path):
     assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == BACKEND
     assert check_is_distributed_checkpoint(tmp_path)
     stored = functional_ckpt.open_checkpoint(tmp_path)
-    assert sorted(stored) == ["a/rng/shard_0_1", "b", "layers", "m/w", "mixed", "w1.down", "w1.up"]
+    assert sorted(stored) == ["a/rng/shard_0_1", "b", "layers", "m/w", "mixed.w", "w1.down", "w1.up"]
     assert functional_ckpt.verify(tmp_path).ok
-    assert functional_ckpt.open_checkpoint(tmp_path / ".common").state("torch", [Namespace])["step"] == 3
+    assert functional_ckpt.open_checkpoint(tmp_path / ".common").state("torch", SAFE_GLOBALS)["step"] == 3
 
 
 def test_all_entry_points(tmp_path):

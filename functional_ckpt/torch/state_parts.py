@@ -24,6 +24,7 @@ class Parts:
     common: Any
     local: Any
     factories: Any
+    is_whole: bool = True
 
     @classmethod
     def of(cls, state: Any) -> "Parts":
@@ -47,6 +48,7 @@ class Parts:
         gone = keys | {key for leaf in leaves_of(self.factories) if leaf.key in dropped for key in _keys(leaf)}
         return attrs.evolve(
             self,
+            is_whole=False,
             sharded=_part(lambda leaf: leaf.key not in gone, self.sharded),
             factories=_part(lambda leaf: leaf.key not in dropped, self.factories),
         )
@@ -76,5 +78,5 @@ def assembled(common: StateDict, found: list[Any], parts: Parts) -> StateDict:
     result = joined(common, map_leaves(lambda leaf: leaf.unwrap(), parts.local))
     for each in found:
         result = joined(result, each)
-    result = with_lists(result, parts.source)
+    result = with_lists(result, parts.source, holes=not parts.is_whole)
     return merged(result, parts.factories)  # type: ignore[no-any-return]

@@ -97,23 +97,32 @@ def joined(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Any:
     raise DuplicateKeyError("two parts of a state dict hold the same place", _text(path))
 
 
-def with_lists(tree: Any, like: Any) -> Any:
-    """Return a tree with lists in place of dicts of positions, where `like` has a list of as many.
+def with_lists(tree: Any, like: Any, holes: bool = False, path: tuple[Any, ...] = ()) -> Any:
+    """Return a tree with lists in place of dicts of positions, where `like` has a list; `holes` stay such dicts.
+
+    Raises
+    ------
+    CheckpointingException
+        If positions are missing; a ``ValueError`` too.
 
     Examples
     --------
-    >>> with_lists({"a": {1: 2, 0: 1}}, {"a": [None, None]})
+    >>> with_lists({"a": {1: 2, 0: 1}}, {"a": [None]})
     {'a': [1, 2]}
     """
     if not isinstance(tree, dict | list) or not isinstance(like, dict | list):
         return tree
     places = dict(enumerate(like)) if isinstance(like, list) else like
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found = {place: with_lists(child, places.get(place)) for place, child in items}
+    found = {place: with_lists(child, places.get(place), holes, (*path, place)) for place, child in items}
     if isinstance(tree, list):
         return list(found.values())
-    if isinstance(like, list) and {*found} == {*range(len(like))}:
-        return [found[i] for i in range(len(like))]
+    if not isinstance(like, list):
+        return found
+    if {*found} == {*range(len(found))}:
+        return [found[i] for i in range(len(found))]
+    if not holes:
+        raise SpecError("parts of a list leave a hole", _text(path), expected=len(like), found=sorted(map(str, found)))
     return found
 
 
