@@ -83,6 +83,8 @@ def joined(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Any:
     ...
     functional_ckpt.errors.DuplicateKeyError: two parts of a state dict hold the same place: key 'a.1'
     """
+    if isinstance(one, dict | list) and isinstance(other, dict | list) and not (one and other):
+        return one or other  # one that is empty on the rank that saved it says nothing about the others
     if isinstance(one, dict) and isinstance(other, dict):
         both = {place: joined(one[place], other[place], (*path, place)) for place in one if place in other}
         return {**one, **other, **both}
