@@ -339,6 +339,11 @@ def test_access_is_validated(tmp_path, problems_of):
     assert not (tmp_path / "a" / "zarr.json").exists()
 
 
+def test_holes_are_refused_without_validation_too(tmp_path):
+    with pytest.raises(GapError, match="'w'"):
+        save({"w": tensor("w", torch.ones(2), (0, 0, 3))}, tmp_path, validate_access_integrity=False)
+
+
 def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
     save({"a": tensor("k", W.clone()), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "a")
     assert load({"b": ShardedObject("k", None, (1,), (0,))}, tmp_path / "a")["b"] == 5
