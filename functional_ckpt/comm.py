@@ -108,7 +108,7 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
         raise error from cause
     except Exception as error:
         raise RankFailedError(
-            "the group of ranks broke while they agreed", None, gather.rank, found=str(error),
+            "the group of ranks broke while they agreed or exchanged data", None, gather.rank, found=str(error),
             remedy="A peer died or did not answer within the policy's timeout_s",
         ) from (cause or error)  # fmt: skip
     if cause is not None and not isinstance(cause, Exception):

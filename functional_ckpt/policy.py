@@ -127,7 +127,7 @@ class LoadPolicy:
     rename
         Where a leaf's key is stored: ``{"new.prefix": "stored.prefix"}`` (at dots), or a function.
     verify
-        Digests: of chunks that are read whole (``"covered"``; those of up to 64 KiB always are), of every chunk
+        Digests: of chunks that are read whole (``"covered"``; plain ones of up to 64 KiB always are), of every chunk
         touched (``"full"``: reads them whole), or ``"none"``.
     per_rank
         `PerRank` values saved by another number of ranks: ``"error"``, ``"first"``, or a function of

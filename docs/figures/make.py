@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, ShardSpec, World
-from functional_ckpt.plan.layout import ChunkGrid, Layout, choose_layout
+from functional_ckpt.plan.layout import ChunkGrid
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, ArrayEntry
-from functional_ckpt.plan.save import plan_save
+from functional_ckpt.plan.save import SavePlan, plan_save
 
 COLOURS = ("#5c6bc0", "#26a69a", "#ffa726", "#ec407a")
 LINE = 'fill="none" stroke="currentColor" stroke-opacity="0.55"'
@@ -81,31 +81,72 @@ def life() -> str:
     return svg(744, 186, "A tensor saved by rows and loaded by columns", parts)
 
 
+def writers(plan: SavePlan) -> Iterator[tuple[int, Box]]:
+    """Yield which rank puts which box into storage."""
+    for write in plan.writes:
+        yield write.rank, write.box
+    grid = plan.arrays[0].grid
+    for target, index in dict.fromkeys((move.target, move.index) for move in plan.moves):
+        yield target, grid.box(index)
+
+
 def layout() -> str:
-    """The two rungs, at true proportions of a 4096 x 4096 float32 array."""
+    """The three rungs, at true proportions of a 4096 x 4096 float32 array; a bar beside it shows who writes."""
     array = ArraySpec("w", (4096, 4096), "float32")
-    scale, top = 150 / 4096, 34
+    scale, top = 140 / 4096, 34
     parts: list[str] = []
-    for column, ranks in enumerate((1, 4, 64)):
+    for column, (ranks, owned_ok) in enumerate(((1, True), (4, True), (64, True), (64, False))):
         boxes = rows(4096, 4096, ranks)
-        chosen: Layout = choose_layout(array, boxes, LayoutPolicy())
-        grid = ChunkGrid(array.shape, chosen.chunk)
-        at = (column * 250 + 20, top)
-        middle = at[0] + 75
-        parts += [
-            label(f"{ranks} rank{'s' * (ranks > 1)}", middle, 20),
-            *held(boxes, at, scale),
-            *chunks(grid, at, scale),
-        ]
+        world = World([[ShardSpec(array, box)] for box in boxes])
+        plan = plan_save(world, LayoutPolicy(), owned_ok=owned_ok)
+        chosen, grid = plan.arrays[0].layout, plan.arrays[0].grid
+        at = (column * 186 + 10, top)
+        middle = at[0] + 70
+        title = f"{ranks} rank{'s' * (ranks > 1)}{'' if owned_ok else ', no exchange'}"
+        parts += [label(title, middle, 20), *held(boxes, at, scale), *chunks(grid, at, scale)]
+        for rank, box in writers(plan):
+            bar = Box((box.start[0], 0), (box.stop[0], 256))
+            parts.append(rectangle(bar, (at[0] + 144, top), scale, f'fill="{COLOURS[rank % len(COLOURS)]}"'))
         mib = chosen.chunk[0] * chosen.chunk[1] * array.itemsize / 2**20
         parts += [
-            label(chosen.rung, middle, top + 170),
-            label(f"{grid.size} chunks of {mib:g} MiB", middle, top + 185, True),
+            label(chosen.rung, middle, top + 160),
+            label(f"{grid.size} chunks of {mib:g} MiB", middle, top + 175, True),
         ]
-    return svg(690, 226, "Chunks chosen for 64 MiB held by 1, 4 and 64 ranks", parts)
+    title = "Chunks chosen for 64 MiB held by 1, 4 and 64 ranks; the bar beside each shows who writes"
+    return svg(744, 216, title, parts)
 
 
-FIGURES = {"life.svg": life, "layout.svg": layout}
+def moves() -> str:
+    """Four row blocks, three chunks: pieces go to the owners, and owners write whole chunks."""
+    array = ArraySpec("w", (16, 16), "float32")
+    boxes = rows(16, 16, 4)
+    world = World([[ShardSpec(array, box)] for box in boxes])
+    plan = plan_save(world, LayoutPolicy(target_chunk_nbytes=384))
+    grid = plan.arrays[0].grid
+    scale, top, gap = 9, 34, 12
+    left, right = (110, top + gap), (450, top)
+    parts = [label("4 ranks hold rows", left[0] + 72, 20), *held(boxes, left, scale)]
+    parts += [label("owners write whole chunks", right[0] + 72, 20)]
+    parts += [label(f"rank {rank}", left[0] - 30, left[1] + 22 + rank * 36, True) for rank in range(4)]
+    for move in plan.moves:
+        at = (right[0], right[1] + move.index[0] * gap)
+        parts.append(rectangle(move.box, at, scale, f'fill="{COLOURS[move.source]}" fill-opacity="0.55"'))
+        middle = (move.box.start[0] + move.box.stop[0]) / 2 * scale
+        begin, end = left[1] + middle, at[1] + middle
+        travels = move.source != move.target
+        style = f'stroke="{COLOURS[move.source]}" stroke-width="2.5"' if travels else 'stroke="currentColor"'
+        opacity = 1 if travels else 0.3
+        line = f"M{left[0] + 150} {begin:g} L{right[0] - 8} {end:g} m-8 -5 l8 5 l-8 5"
+        parts.append(f'<path d="{line}" fill="none" {style} stroke-opacity="{opacity}"/>')
+    for index, owner in sorted({(move.index, move.target) for move in plan.moves}):
+        at, box = (right[0], right[1] + index[0] * gap), grid.box(index)
+        border = f'fill="none" stroke="{COLOURS[owner]}" stroke-width="2.5"'
+        middle = at[1] + (box.start[0] + box.stop[0]) / 2 * scale + 4
+        parts += [rectangle(box, at, scale, border), label(f"rank {owner} writes", right[0] + 204, middle, True)]
+    return svg(744, 210, "Pieces move to the owners of chunks", parts)
+
+
+FIGURES = {"life.svg": life, "layout.svg": layout, "moves.svg": moves}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -29,6 +29,25 @@ for write in restrict(plan, rank=1).writes:
     print(f"rank {write.rank} writes {write.box}")
 # --8<-- [end:plan]
 
+# --8<-- [start:mesh]
+from functional_ckpt.spec.mesh import Mesh, Sharding
+from functional_ckpt.spec.placement import Replicate, Shard
+
+mesh = Mesh((2, 2), ranks=(0, 1, 2, 3))
+sharding = Sharding(mesh, (Replicate(), Shard(0)))  # two copies, each cut by rows
+for part in sharding.parts(w, rank=3):
+    print(part.shard.box, "copy", part.shard.replica_id)
+# --8<-- [end:mesh]
+
+# --8<-- [start:moves]
+cuts = (0, 1, 3, 4)  # a row, two rows, a row; chunks are two rows
+blocks = [Box((cuts[r], 0), (cuts[r + 1], 4)) for r in range(3)]
+world = World([[ShardSpec(w, block)] for block in blocks])
+for move in plan_save(world, LayoutPolicy(target_chunk_nbytes=32)).moves:
+    row, ranks = move.box.start[0], (move.source, move.target)
+    print(f"row {row} goes from rank {ranks[0]} to {ranks[1]} in wave {move.wave}")
+# --8<-- [end:moves]
+
 # --8<-- [start:manifest]
 import numpy as np
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E402 - each part of a page has the imports that it needs
 # --8<-- [start:tiles]
 from hypothesis import given
 
@@ -32,3 +33,25 @@ try:
 except AssertionError as error:
     print(error)
 # --8<-- [end:problem]
+
+# --8<-- [start:ranks]
+import numpy as np
+
+import functional_ckpt
+from functional_ckpt import LocalShards
+from functional_ckpt.testing.simulate import run_ranks
+
+held = dict(my_shards((5, 2), ranks=3))
+whole = np.arange(10, dtype="float32").reshape(5, 2)
+
+
+def save(group):
+    (shard,) = held[group.rank]
+    rows = slice(shard.box.start[0], shard.box.stop[0])
+    state = {"w": LocalShards(shard, whole[rows])}
+    functional_ckpt.save(state, "checkpoint", process_group=group)
+
+
+run_ranks(3, save)
+assert np.array_equal(functional_ckpt.open_checkpoint("checkpoint")["w"][:], whole)
+# --8<-- [end:ranks]

@@ -27,7 +27,7 @@ _MODULUS = 2**64
 class Proposal:
     """What one rank says: digests of the specs that may be alike on all ranks, of its shards, and of the contents.
 
-    `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to zero over ranks that
+    `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to `whole` over ranks that
     hold every cell of all regular grids once. `planned` is the world digest of the last plan for these specs. `own` is
     what only this rank has, if anything.
     """
@@ -37,6 +37,7 @@ class Proposal:
     contents: bytes
     is_alone: bool
     fold: int
+    whole: int
     budget_nbytes: int
     own: LocalState | None = None
     planned: bytes | None = None
@@ -54,6 +55,7 @@ def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: i
         _digest(_content_lines(common)),
         alone,
         _fold(common.shards) if alone else 0,
+        sum(_begun(shard) for shard in {shard.key: shard for shard in common.shards}.values()) if alone else 0,
         budget_nbytes,
         own if own.arrays or own.values else None,
     )
@@ -62,7 +64,7 @@ def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: i
 def is_plannable_alone(proposals: Sequence[Proposal]) -> bool:
     """Tell whether each rank can plan its part by itself; the same answer on all ranks."""
     alike = len({proposal.specs for proposal in proposals}) == 1
-    complete = sum(proposal.fold for proposal in proposals) % _MODULUS == 0
+    complete = (sum(proposal.fold for proposal in proposals) - proposals[0].whole) % _MODULUS == 0
     return alike and complete and all(proposal.is_alone for proposal in proposals)
 
 
@@ -112,9 +114,11 @@ def _shard_bytes(shards: Sequence[ShardSpec]) -> list[str | bytes]:
 
 
 def _fold(shards: Sequence[ShardSpec]) -> int:
-    """Return a number that adds up to zero over all ranks exactly if each cell of each grid has one main replica.
+    """Return a number that adds up, over all ranks, to `_begun` of each grid if each cell has one main replica.
 
-    Cell i adds ``g(i + 1) - g(i)`` for a random-looking g, and the first cell takes off what all should add up to.
+    Cell i adds ``g(i + 1) - g(i)`` for a random-looking g, and the first cell takes off what all should add up to, so
+    that complete grids add nothing; but it adds `_begun`, so that no cells at all, or all of them twice, add too little
+    or too much.
     """
     total = 0
     for shard in shards:
@@ -122,8 +126,15 @@ def _fold(shards: Sequence[ShardSpec]) -> int:
             counts = np.array([shard.grid], np.int64)
             index = np.array([shard.box.start], np.int64) // np.maximum([shard.box.shape], 1)
             cell, last = int(ravelled(index, counts)[0]), int(counts.prod())
-            name = np.array([crc32(f"{shard.array}{shard.grid}".encode())])
-            steps: Ints = np.array([cell + 1, cell, 0, last])
-            after, before, first, end = map(int, mix(name, steps))
-            total += after - before - (end - first if cell == 0 else 0)
+            after, before, first, end = map(int, mix(_name(shard), np.array([cell + 1, cell, 0, last])))
+            total += after - before
+            total += _begun(shard) - (end - first) if cell == 0 else 0
     return total % _MODULUS
+
+
+def _begun(shard: ShardSpec) -> int:
+    return int(mix(_name(shard), np.array([-1]))[0])
+
+
+def _name(shard: ShardSpec) -> Ints:
+    return np.array([crc32(f"{shard.array}{shard.grid}".encode())])

@@ -2,7 +2,7 @@
 
 1. *exclusive*: per axis, the greatest common divisor of the interior faces of all boxes gives the largest
    grid in which no chunk has two writers; it is then split toward the target size. Taken when its chunks
-   reach the minimum size, or when one box is the whole array.
+   reach the minimum size (a quarter of it where they are few), or when one box is the whole array.
 2. *owned*: chunks of a size that suits storage; one rank writes each, the others send it their pieces. Taken
    where ranks can exchange data.
 3. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken where they cannot,
@@ -33,10 +33,13 @@ __all__ = [
     "choose_layout",
     "exclusive_chunk",
     "layout_of_faces",
+    "least_chunk_nbytes",
     "subdivide",
 ]
 
 MIB = 2**20
+#: Up to here the chunks of an array are few: that they are small then costs less than moving their pieces.
+FEW_CHUNKS = 16
 #: More is nobody's wish, and a long chain makes TensorStore recurse.
 MAX_CODECS = 8
 #: Codec -> lowest and highest level; crc32c has none.
@@ -81,6 +84,8 @@ def _codec_table(
 @attrs.frozen(kw_only=True)
 class LayoutPolicy:
     """How arrays are cut into chunks and encoded; sizes in bytes of one uncompressed chunk.
+
+    Chunks of one writer have at least `min_chunk_nbytes`; a quarter suffices where an array falls into at most 16.
 
     `codecs` maps key prefixes (at dots) to codec names, the longest matching prefix wins, ``""`` matches all.
     `extended_dtypes` is ``"native"`` (bfloat16 and float8 under their Zarr names) or ``"bits"`` (as unsigned
@@ -276,7 +281,7 @@ def layout_of_faces(
     whole = _positive(array.shape)
     chunk = tuple(face or n for face, n in zip(faces, whole, strict=True))
     codecs = policy.codecs_of(array.key)
-    if not any(faces) or prod(chunk) * array.itemsize >= policy.min_chunk_nbytes:
+    if not any(faces) or prod(chunk) * array.itemsize >= least_chunk_nbytes(whole, chunk, policy):
         faced = tuple(face > 0 for face in faces)
         split = subdivide(chunk, faced, array.itemsize, policy.target_chunk_nbytes, policy.min_chunk_nbytes)
         return Layout("exclusive", split, codecs, stored)
@@ -286,11 +291,24 @@ def layout_of_faces(
     if not shared_ok:
         raise LayoutError(
             "shards are too small for chunks of their own, and this store cannot share chunks", array.key, None,
-            array.shape, None, f"chunks of at least {policy.min_chunk_nbytes} bytes",
+            array.shape, None, f"chunks of at least {least_chunk_nbytes(whole, chunk, policy)} bytes",
             f"{prod(chunk) * array.itemsize} bytes for {chunk}",
             "Pass a process group that can exchange data, or LayoutPolicy(min_chunk_nbytes=0)",
         )  # fmt: skip
     return Layout("shared", subdivide(whole, free, array.itemsize, policy.shared_chunk_nbytes, 0), codecs, stored)
+
+
+def least_chunk_nbytes(shape: Sequence[int], chunk: Sequence[int], policy: LayoutPolicy) -> int:
+    """Return the size from which on chunks of one writer are taken: less where an array falls into few of them.
+
+    Examples
+    --------
+    >>> policy = LayoutPolicy(min_chunk_nbytes=400)
+    >>> least_chunk_nbytes((16,), (1,), policy), least_chunk_nbytes((17,), (1,), policy)
+    (100, 400)
+    """
+    few = prod(-(-n // c) for n, c in zip(shape, chunk, strict=True)) <= FEW_CHUNKS
+    return policy.min_chunk_nbytes // 4 if few else policy.min_chunk_nbytes
 
 
 def exclusive_chunk(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -180,6 +180,7 @@ def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> 
         and len(item.grid) == len(item.array.shape)
         and all(c >= 1 and n % c == 0 for n, c in zip(item.array.shape, item.grid, strict=True))
         and all(e * c == n for e, c, n in zip(item.box.shape, item.grid, item.array.shape, strict=True))
+        and all(lo % max(e, 1) == 0 for lo, e in zip(item.box.start, item.box.shape, strict=True))
     )
     if regular and item.array.nbytes and replicas == "declared":
         return None

@@ -238,7 +238,8 @@ def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[Pla
     for key in draw(st.lists(keys(), min_size=1, max_size=max_arrays, unique=True)):
         array, mesh = draw(array_specs(key, long | shapes())), draw(st.sampled_from(known))
         how = draw(placements(mesh.shape, len(array.shape)))
-        if array.shape and draw(st.booleans()):
+        is_cut = draw(st.booleans())
+        if array.shape and is_cut:
             how = (Shard(0), *how[1:])  # else most arrays would not be cut at all
         placed.append(PlacedArray(array, Sharding(mesh, how)))
     return placed

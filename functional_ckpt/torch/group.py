@@ -204,7 +204,8 @@ class _Line:
             self.gloo = None
             absent = tuple(self._absent())
             raise RankFailedError(
-                "the group of ranks broke while they agreed", None, absent or None, found=_first_line(error),
+                "the group of ranks broke while they agreed or exchanged data", None, absent or None,
+                found=_first_line(error),
                 remedy="The rank died, hangs, or takes longer than the policy's timeout_s",
             ) from error  # fmt: skip
 

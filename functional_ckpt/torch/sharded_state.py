@@ -5,7 +5,7 @@ tensor is its own, that of an object its `unique_key`. So the place of a leaf in
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -94,15 +94,14 @@ def as_object(leaf: Any) -> ShardedObject:
     return ShardedObject(leaf.key, leaf.data, leaf.global_shape, leaf.global_offset, leaf.replica_id)
 
 
-def _checked(leaves: Iterable[Any]) -> Iterator[ShardedTensor | ShardedObject]:
-    """Yield the leaves as ours, and raise all problems at the end."""
+def _checked(leaves: Iterable[Any]) -> Iterator[ShardedObject | tuple[ShardedTensor, ShardSpec]]:
+    """Yield the leaves as ours, tensors with their specs, and raise all problems at the end."""
     problems: list[CheckpointError] = []
     for leaf in leaves:
         try:
             if is_tensor(leaf):
                 tensor = as_tensor(leaf)
-                tensor.validate_metadata_integrity()
-                yield tensor
+                yield tensor, tensor.spec
             elif is_object(leaf):
                 yield as_object(leaf)
             else:
@@ -134,17 +133,20 @@ def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | Sealed]:
     objects: dict[str, Sealed] = {}
     problems: list[CheckpointError] = []
     for leaf in _checked(leaves_of(sharded_state_dict)):
-        if not is_main_replica(leaf.replica_id):
-            continue
         if isinstance(leaf, ShardedObject):
-            if leaf.unique_key in objects:
+            if leaf.unique_key in objects and is_main_replica(leaf.replica_id):
                 problems.append(DuplicateKeyError("two objects have one name", leaf.unique_key))
-            objects[leaf.unique_key] = Sealed(leaf.data)
-        elif leaf.data is None:
-            problems.append(SpecError("a shard has no data to save", leaf.key, None, tuple(leaf.global_shape),
+            if is_main_replica(leaf.replica_id):
+                objects[leaf.unique_key] = Sealed(leaf.data)
+            continue
+        tensor, spec = leaf
+        if not spec.is_main:
+            continue
+        if tensor.data is None:
+            problems.append(SpecError("a shard has no data to save", spec.key, None, spec.array.shape,
                                       remedy="Call its init_data first"))  # fmt: skip
         else:
-            shards.setdefault(leaf.key, []).append((leaf.spec, _view(leaf, leaf.data)))
+            shards.setdefault(spec.key, []).append((spec, _view(tensor, tensor.data)))
     problems += [
         DuplicateKeyError("a tensor and an object have one name", key) for key in sorted({*shards} & {*objects})
     ]
@@ -207,25 +209,20 @@ class Request:
             part.zero_()
         return map_leaves(lambda place: loaded[place.key] if place.data is None else place.data, self._skeleton)
 
-    def _place(self, leaf: ShardedTensor | ShardedObject) -> _Place:
+    def _place(self, leaf: ShardedObject | tuple[ShardedTensor, ShardSpec]) -> _Place:
         if isinstance(leaf, ShardedObject):
             self._objects[leaf.unique_key] = None
             return _Place(leaf.unique_key, None)
-        leaf = _shallow(leaf)
-        leaf.init_data("cpu")
-        data = leaf.data
-        if data is None:
-            raise SpecError("a shard has no data to fill", leaf.key)
-        data = data.detach()
-        spec, view = leaf.spec, _view(leaf, data)
-        stored = self._stored.get(leaf.key)
-        if leaf.allow_shape_mismatch and stored is not None and len(stored) == len(spec.array.shape) and (
-            stored != spec.array.shape
-        ):  # fmt: skip
-            self._align(spec, view, ArraySpec(leaf.key, stored, spec.array.dtype))
+        tensor, spec = leaf
+        data = _memory(tensor)
+        view = _view(tensor, data)
+        stored = self._stored.get(spec.key, spec.array.shape)
+        reshaped = stored != spec.array.shape and len(stored) == len(spec.array.shape)
+        if tensor.allow_shape_mismatch and reshaped:
+            self._align(spec, view, ArraySpec(spec.key, stored, spec.array.dtype))
         else:
-            self._pairs.setdefault(leaf.key, []).append((spec, view))
-        return _Place(leaf.key, data)
+            self._pairs.setdefault(spec.key, []).append((spec, view))
+        return _Place(spec.key, data)
 
     def _align(self, spec: ShardSpec, view: torch.Tensor, stored: ArraySpec) -> None:
         """Ask for what the shard and an array of another shape have in common; the rest becomes zero."""
@@ -239,11 +236,13 @@ class Request:
             self._outside += [part[outer.relative_to(box).slices] for outer in box.subtract(stored.box)]
 
 
-def _shallow(leaf: ShardedTensor) -> ShardedTensor:
-    """Return a shallow copy, whose data can be set without the caller's noticing."""
-    copy = object.__new__(type(leaf))
-    copy.__dict__.update(leaf.__dict__)
-    return copy
+def _memory(leaf: ShardedTensor) -> torch.Tensor:
+    """Return the leaf's data, or new memory; the caller's leaf stays as it is."""
+    if leaf.data is not None:
+        return leaf.data.detach()
+    copy = leaf.without_data()
+    copy.init_data("cpu")
+    return cast("torch.Tensor", copy.data)
 
 
 def stored_leaves(manifest: Manifest) -> dict[str, ShardedBase]:

@@ -162,8 +162,10 @@ def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
 
 def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) -> HeldArray:
     """Describe the local shards of one array; all of them are of the first one's."""
-    array = attrs.evolve(leaf.shards[0].array, key=key)
-    shards = tuple(attrs.evolve(shard, array=attrs.evolve(shard.array, key=key)) for shard in leaf.shards)
+    shards = leaf.shards
+    if any(shard.key != key for shard in shards):
+        shards = tuple(attrs.evolve(shard, array=attrs.evolve(shard.array, key=key)) for shard in shards)
+    array = shards[0].array
     for shard, tensor in zip(shards, tensors, strict=True):
         _check_type(key, tensor)
         shape = shard.box.shape if shard.flat is None else (shard.size,)

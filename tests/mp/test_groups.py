@@ -121,3 +121,24 @@ def unpicklable():
 
 def test_a_value_that_cannot_travel_stops_nobody(four):
     assert four.run(unpicklable)[2] == ["x" * 10**rank for rank in range(4)]
+
+
+def copies_elsewhere(path, members):
+    """Two of four ranks save DTensors of which the other two hold copies: no plan may count on those."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    group = dist.new_group(list(members))
+    mesh = launch.mesh(2, 2)
+    state = {
+        f"w{i}": distribute_tensor(launch.values(8, 4), mesh, how, src_data_rank=None)
+        for i, how in enumerate([[Replicate(), Replicate()], [Replicate(), Shard(0)]])
+    }
+    if launch.rank() in members:
+        fc.save(state, path, policy=fc.SavePolicy(timeout_s=5), process_group=group)
+
+
+@pytest.mark.parametrize("members", [(0, 1), (2, 3)])
+def test_some_of_the_ranks_hold_all_of_it(four, tmp_path, members):
+    four.run(copies_elsewhere, tmp_path / "a", members)
+    assert fc.verify(tmp_path / "a").ok
