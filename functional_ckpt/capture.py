@@ -132,7 +132,8 @@ class _Capture:
             return
         adapter = adapter_of(leaf)
         if adapter is not None:
-            self._add_array(key, path, adapter.hold(key, leaf, self.gather.rank), None)
+            held = adapter.hold(key, leaf, self.gather.rank)
+            self._add_array(key, path, held, held.codec)
         elif is_plain(leaf):
             self._values.append(ValueEntry(key, canonical(encode_value(leaf)), path))
         elif self.policy.object_codec is None:

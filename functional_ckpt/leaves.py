@@ -67,7 +67,7 @@ class HeldArray:
 
     `sharding` says how all ranks hold it, if that is known, this process as rank `place` of its mesh; else `shards` are
     the rank's own. With `copy` it is neither: the rank holds all of it, and other ranks under the same key hold copies.
-    Leaves with equal `identity` share one memory.
+    Leaves with equal `identity` share one memory. `codec` says that the elements are the bytes of an object.
     """
 
     spec: ArraySpec
@@ -77,6 +77,7 @@ class HeldArray:
     sharding: Sharding | None = None
     shards: tuple[ShardSpec, ...] = ()
     place: int = 0
+    codec: str | None = None
 
     def all_shards(self, rank: int) -> tuple[ShardSpec, ...]:
         """Return the shards of this rank of the group, one per buffer."""

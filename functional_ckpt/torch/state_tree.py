@@ -4,10 +4,15 @@
 caller's own, and are changed in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["assign_in_place", "map_leaves"]
+from functional_ckpt.errors import DuplicateKeyError, SpecError
+
+__all__ = ["NOTHING", "assign_in_place", "joined", "leaves_of", "map_leaves", "picked", "with_lists"]
+
+#: What `picked` returns where there is nothing.
+NOTHING: Any = object()
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -23,6 +28,104 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, list):
         return [map_leaves(function, child) for child in tree]
     return function(tree)
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """Yield the leaves, in the order of the tree.
+
+    Examples
+    --------
+    >>> list(leaves_of({"a": [1, (2, 3)], "b": {}}))
+    [1, (2, 3)]
+    """
+    if not isinstance(tree, dict | list):
+        yield tree
+        return
+    for child in tree.values() if isinstance(tree, dict) else tree:
+        yield from leaves_of(child)
+
+
+def picked(wanted: Callable[[Any], bool], tree: Any, empty: bool = False) -> Any:
+    """Return the part of a tree whose leaves are wanted, or `NOTHING`; with `empty` also containers that hold nothing.
+
+    Of a list that is wanted in part a dict from position to part is left, so that `joined` puts it together again.
+
+    Examples
+    --------
+    >>> picked(lambda leaf: leaf > 1, {"a": [1, 2], "b": [3, 4], "c": 0})
+    {'a': {1: 2}, 'b': [3, 4]}
+    """
+    if not isinstance(tree, dict | list):
+        return tree if wanted(tree) else NOTHING
+    if not tree:
+        return ({} if isinstance(tree, dict) else []) if empty else NOTHING
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    parts = {place: part for place, child in items if (part := picked(wanted, child, empty)) is not NOTHING}
+    if not parts:
+        return NOTHING
+    return list(parts.values()) if isinstance(tree, list) and len(parts) == len(tree) else parts
+
+
+def joined(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Return two parts of a tree as one; the inverse of `picked`.
+
+    Raises
+    ------
+    CheckpointingException
+        If both have a leaf at one place, or the parts of a list leave a hole; a ``ValueError`` too.
+
+    Examples
+    --------
+    >>> joined({"a": {1: 2}, "b": 0}, {"a": {0: 1}, "c": [3]})
+    {'a': {1: 2, 0: 1}, 'b': 0, 'c': [3]}
+    >>> joined({"a": {1: 2}}, {"a": [1, {}]})
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.DuplicateKeyError: two parts of a state dict hold the same place: key 'a.1'
+    """
+    if isinstance(one, dict | list) and isinstance(other, dict | list) and not (one and other):
+        return one or other  # one that is empty on the rank that saved it says nothing about the others
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {place: joined(one[place], other[place], (*path, place)) for place in one if place in other}
+        return {**one, **other, **both}
+    if isinstance(one, list) and isinstance(other, list) and len(one) != len(other):
+        raise SpecError("two parts of a list differ in length", _text(path), expected=len(one), found=len(other))
+    if isinstance(one, dict | list) and isinstance(other, dict | list):
+        parts = [part if isinstance(part, dict) else dict(enumerate(part)) for part in (one, other)]
+        whole = joined(parts[0], parts[1], path)
+        if sorted(whole, key=str) != sorted(range(len(whole)), key=str):
+            raise SpecError("parts of a list leave a hole", _text(path), found=sorted(map(str, whole)))
+        return [whole[i] for i in range(len(whole))]
+    raise DuplicateKeyError("two parts of a state dict hold the same place", _text(path))
+
+
+def with_lists(tree: Any, like: Any, holes: bool = False, path: tuple[Any, ...] = ()) -> Any:
+    """Return a tree with lists in place of dicts of positions, where `like` has a list; `holes` stay such dicts.
+
+    Raises
+    ------
+    CheckpointingException
+        If positions are missing; a ``ValueError`` too.
+
+    Examples
+    --------
+    >>> with_lists({"a": {1: 2, 0: 1}}, {"a": [None]})
+    {'a': [1, 2]}
+    """
+    if not isinstance(tree, dict | list) or not isinstance(like, dict | list):
+        return tree
+    places = dict(enumerate(like)) if isinstance(like, list) else like
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    found = {place: with_lists(child, places.get(place), holes, (*path, place)) for place, child in items}
+    if isinstance(tree, list):
+        return list(found.values())
+    if not isinstance(like, list):
+        return found
+    if {*found} == {*range(len(found))}:
+        return [found[i] for i in range(len(found))]
+    if not holes:
+        raise SpecError("parts of a list leave a hole", _text(path), expected=len(like), found=sorted(map(str, found)))
+    return found
 
 
 def assign_in_place(target: Any, source: Any) -> None:
@@ -45,7 +148,7 @@ def assign_in_place(target: Any, source: Any) -> None:
         target.extend(source[len(target) :])
         places = enumerate(source)
     for place, value in places:
-        old = target[place] if isinstance(target, list) else target.get(place, _NOTHING)
+        old = target[place] if isinstance(target, list) else target.get(place, NOTHING)
         if old is value:
             continue
         if _same_kind(old, value):
@@ -58,4 +161,5 @@ def _same_kind(one: Any, other: Any) -> bool:
     return any(isinstance(one, kind) and isinstance(other, kind) for kind in (dict, list))
 
 
-_NOTHING = object()
+def _text(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

@@ -1,6 +1,6 @@
 """Torch tensors and DTensors as leaves: their specs, host views, and filling them in place."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from functional_ckpt.errors import DTypeError, SpecError, UnsupportedLeafError
-from functional_ckpt.leaves import HeldArray, Target
+from functional_ckpt.errors import DTypeError, ShapeError, SpecError, UnsupportedLeafError
+from functional_ckpt.leaves import HeldArray, NumpyLeaves, Target
+from functional_ckpt.objects import object_bytes
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, Sharding
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
 from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
+from functional_ckpt.torch.local import LocalTensors, Sealed
 
 __all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
 
@@ -90,36 +92,38 @@ class DeviceBuffer:
 
 
 class TorchLeaves:
-    """Tensors (any stride; meta tensors are allocated on load) and DTensors (any mesh; no partial sums)."""
+    """Tensors (any stride; meta tensors are allocated on load), DTensors (any mesh; no partial sums), local shards."""
 
     def accepts(self, leaf: object) -> bool:
-        """Tell whether `leaf` is a tensor."""
-        return isinstance(leaf, torch.Tensor)
+        """Tell whether `leaf` is a tensor, or holds tensors or an object."""
+        return isinstance(leaf, torch.Tensor | LocalTensors | Sealed)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
-        """Describe a tensor that is saved."""
+        """Describe a leaf that is saved."""
+        if isinstance(leaf, Sealed):
+            return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
+        if isinstance(leaf, LocalTensors):
+            return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
         _check_type(key, leaf)
         if leaf.is_meta:
             raise UnsupportedLeafError("a meta tensor has no data to save", key, rank, tuple(leaf.shape))
         return self._held(key, leaf, _local(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
-        """Describe a tensor that is loaded."""
+        """Describe a leaf that is loaded."""
+        if isinstance(leaf, LocalTensors):
+            for tensor in leaf.data:
+                _check_fillable(key, tensor, rank)
+            return Target(_held_shards(key, leaf, leaf.data), lambda: leaf)
         _check_type(key, leaf)
         leaf = _allocated(leaf, device) if leaf.is_meta else leaf
         local = _local(leaf)
-        if local.is_conj() or local.is_neg():
-            raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(leaf.shape))
-        if 0 in local.stride() and any(
-            step == 0 and n > 1 for n, step in zip(local.shape, local.stride(), strict=True)
-        ):
-            raise SpecError("an expanded tensor has too little memory to be filled", key, rank, tuple(leaf.shape),
-                            remedy="Pass a contiguous copy")  # fmt: skip
+        _check_fillable(key, local, rank)
         return Target(self._held(key, leaf, local), lambda: leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
-        if not leaf.is_meta:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
             return None
         mesh = (leaf.device_mesh, leaf.placements) if isinstance(leaf, DTensor) else None
         return type(leaf), leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad, mesh
@@ -140,10 +144,36 @@ class TorchLeaves:
             rank = dist.get_rank()
             sharding, buffers = _placed(spec, leaf, local, rank)
             return HeldArray(spec, buffers, False, identity, sharding, place=rank)
-        plain = leaf.detach() if leaf.requires_grad else leaf
-        if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        return HeldArray(spec, (_buffer(plain),), True, _identity(leaf, ()))
+        return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
+
+
+def _resolved(leaf: torch.Tensor) -> torch.Tensor:
+    plain = leaf.detach() if leaf.requires_grad else leaf
+    return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
+
+
+def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
+    if local.is_conj() or local.is_neg():
+        raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(local.shape))
+    if 0 in local.stride() and any(step == 0 and n > 1 for n, step in zip(local.shape, local.stride(), strict=True)):
+        raise SpecError("an expanded tensor has too little memory to be filled", key, rank, tuple(local.shape),
+                        remedy="Pass a contiguous copy")  # fmt: skip
+
+
+def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) -> HeldArray:
+    """Describe the local shards of one array; all of them are of the first one's."""
+    shards = leaf.shards
+    if any(shard.key != key for shard in shards):
+        shards = tuple(attrs.evolve(shard, array=attrs.evolve(shard.array, key=key)) for shard in shards)
+    array = shards[0].array
+    for shard, tensor in zip(shards, tensors, strict=True):
+        _check_type(key, tensor)
+        shape = shard.box.shape if shard.flat is None else (shard.size,)
+        expected, found = (array, shape, array.dtype), (shard.array, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
+        if tensor.is_meta or expected != found:
+            raise ShapeError("a local shard does not fit its array", key, None, array.shape, shard.box.start,
+                             expected, "no memory" if tensor.is_meta else found)  # fmt: skip
+    return HeldArray(array, tuple(_buffer(tensor) for tensor in tensors), False, id(leaf), None, shards)
 
 
 def _local(leaf: torch.Tensor) -> torch.Tensor:

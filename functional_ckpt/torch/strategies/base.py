@@ -3,6 +3,7 @@
 A strategy saves or loads one half of a state dict: the sharded leaves, or the common rest.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from enum import Enum
@@ -192,6 +193,7 @@ default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(d
 #: The queue of saves in the background.
 async_calls = AsyncCallsQueue()
 
+_BUILT_IN = "functional_ckpt.torch.strategies.zarr"
 _METHODS = {
     StrategyAction.LOAD_COMMON: "load_common",
     StrategyAction.LOAD_SHARDED: "load",
@@ -216,6 +218,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     functional_ckpt.errors.PolicyError: no strategy is registered for ('load_common', 'papyrus', 1)...
     """
     known = default_strategies[_checked(action).value]
+    if (backend, version) not in known:
+        importlib.import_module(_BUILT_IN)  # which registers those of this library
     if (backend, version) not in known:
         raise PolicyError(
             f"no strategy is registered for {(action.value, backend, version)}", found=sorted(known),

@@ -1,0 +1,225 @@
+"""Strategies for ``megatron.core.dist_checkpointing`` itself, with its own sharded leaves: needs megatron-core.
+
+Importing this module registers them under ``("functional_ckpt", 1)``, so that Megatron finds the one that loads by
+itself. A save in the background is done by a thread of the training process: what Megatron forks or spawns only waits
+for it, since TensorStore must not be touched in a forked child.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.base import (
+        AsyncSaveShardedStrategy,
+        LoadShardedStrategy,
+        StrategyAction,
+        register_default_strategy,
+    )
+except ImportError as error:
+    raise ImportError(f"functional_ckpt.torch.megatron needs megatron-core 0.16: {error}") from error
+
+from functional_ckpt.errors import CheckpointError
+from functional_ckpt.pending import PendingSave
+from functional_ckpt.policy import LoadPolicy, SavePolicy
+from functional_ckpt.torch import sharded_object
+from functional_ckpt.torch.strategies.zarr import (
+    BACKEND,
+    LOAD_POLICY,
+    VERSION,
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
+
+__all__ = ["ZarrLoadStrategy", "ZarrSaveStrategy"]
+
+_POLL_S = 0.05
+
+
+class ZarrSaveStrategy(AsyncSaveShardedStrategy):
+    """Saves Megatron's sharded leaves into a Zarr group, beside its ``common.pt`` and ``metadata.json``.
+
+    Parameters
+    ----------
+    backend, version
+        What ``metadata.json`` calls the format.
+    policy
+        How to save, see `ZarrSaveShardedStrategy`.
+    process_group
+        Ranks that save together; None for the default group.
+
+    Examples
+    --------
+    >>> str(ZarrSaveStrategy())
+    'ZarrSaveStrategy(functional_ckpt, 1)'
+    """
+
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        *,
+        policy: SavePolicy = SavePolicy(),
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(backend, version)
+        self._saver = ZarrSaveShardedStrategy(backend, version, policy=policy, process_group=process_group)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Yes."""
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Save now; all ranks call it.
+
+        Raises
+        ------
+        megatron.core.dist_checkpointing.core.CheckpointingException
+            On every rank, with the text of all problems; they are its ``__cause__``.
+        """
+        with _theirs():
+            self._saver.save(sharded_state_dict, checkpoint_dir)
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        """Copy the state to the host, start the save in a thread, and return a request that waits for it.
+
+        A failure of the thread is raised on every rank by the request's finalize function, before Megatron writes
+        ``metadata.json``.
+
+        Raises
+        ------
+        megatron.core.dist_checkpointing.core.CheckpointingException
+            On every rank, for what is found before the copy.
+        """
+        with _theirs():
+            pending = self._saver.start(sharded_state_dict, checkpoint_dir)
+        place = Path(tempfile.mkdtemp(prefix="functional_ckpt-"))
+        done = place / "done"
+        threading.Thread(target=_announce, args=(pending, done), daemon=True).start()
+
+        def finish() -> None:
+            shutil.rmtree(place, ignore_errors=True)
+            with _theirs():
+                pending.result()
+
+        return AsyncRequest(wait_for, (str(done), os.getpid()), [finish])
+
+
+class ZarrLoadStrategy(LoadShardedStrategy):
+    """Loads Megatron's sharded leaves, under any sharding of the tensors.
+
+    Parameters
+    ----------
+    policy
+        How to load, see `ZarrLoadShardedStrategy`; `safe_globals` are the classes that objects may have.
+    process_group
+        Ranks that load together; None for the default group.
+
+    Examples
+    --------
+    >>> ZarrLoadStrategy().can_handle_sharded_objects
+    True
+    """
+
+    def __init__(self, *, policy: LoadPolicy = LOAD_POLICY, process_group: Any = None) -> None:
+        self._loader = ZarrLoadShardedStrategy(policy=policy, process_group=process_group)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Yes."""
+        return True
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_newer: Any) -> Any:
+        """Return the state dict with each leaf replaced; later versions of Megatron pass more, which is not used.
+
+        Raises
+        ------
+        megatron.core.dist_checkpointing.core.CheckpointingException
+            On every rank, with the text of all problems; they are its ``__cause__``.
+        """
+        with _theirs():
+            return self._loader.load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path, *_newer: Any) -> Any:
+        """Return the stored tensors by key, whole and without data."""
+        found = self.load_sharded_metadata(checkpoint_dir)
+        return {key: leaf for key, leaf in found.items() if isinstance(leaf, ShardedTensor)}
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path, *_newer: Any) -> Any:
+        """Return the stored tensors and objects without data, by key and unique key."""
+        with _theirs():
+            found = self._loader.load_sharded_metadata(checkpoint_dir)
+        return {key: _as_theirs(leaf) for key, leaf in found.items()}
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Remove the tensors whose keys begin with `key_prefix`; one rank calls it."""
+        with _theirs():
+            self._loader.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise unless the format is ours."""
+        with _theirs():
+            self._loader.check_backend_compatibility(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise unless the version is known."""
+        with _theirs():
+            self._loader.check_version_compatibility(loaded_version)
+
+
+def wait_for(done: str, writer: int) -> None:
+    """Wait until the file `done` is there, or the process `writer`, whose thread makes it, is gone.
+
+    This is all that another process does for a save in the background.
+
+    Examples
+    --------
+    >>> with tempfile.NamedTemporaryFile() as file:
+    ...     wait_for(file.name, os.getpid())
+    """
+    while not Path(done).exists() and writer in (os.getpid(), os.getppid()):
+        time.sleep(_POLL_S)
+
+
+def _announce(pending: PendingSave, done: Path) -> None:
+    try:
+        pending.result()
+    except BaseException:
+        pass
+    finally:
+        done.touch()
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """Raise our errors as Megatron's: its callers catch those."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointingException(str(error)) from error
+
+
+def _as_theirs(leaf: Any) -> Any:
+    if isinstance(leaf, sharded_object.ShardedObject):
+        return ShardedObject(leaf.key, None, leaf.global_shape, leaf.global_offset, leaf.replica_id)
+    whole = torch.empty(leaf.global_shape, dtype=leaf.dtype, device="meta")
+    return ShardedTensor.from_rank_offsets(leaf.key, whole).without_data()
+
+
+for _action, _strategy in (
+    (StrategyAction.SAVE_SHARDED, ZarrSaveStrategy()),
+    (StrategyAction.LOAD_SHARDED, ZarrLoadStrategy()),
+):
+    register_default_strategy(_action, BACKEND, VERSION, _strategy)

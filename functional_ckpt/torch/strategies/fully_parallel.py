@@ -1,0 +1,219 @@
+"""Wrappers that spread the work over ranks which hold copies: of saving, and of reading."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from functional_ckpt.comm import agree, together
+from functional_ckpt.errors import PolicyError
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.torch.group import torch_gather
+from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict
+from functional_ckpt.torch.sharded_state import as_tensor, is_tensor
+from functional_ckpt.torch.state_tree import leaves_of, map_leaves
+from functional_ckpt.torch.strategies.async_calls import AsyncRequest
+from functional_ckpt.torch.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
+from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy
+
+__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
+
+_TIMEOUT_S = 600.0
+
+
+class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
+    """Spreads the writing of tensors over the ranks of a group that hold copies, and lets `strategy` save the rest.
+
+    Shards whose main copy is in the group are dealt out, the largest first, each to the rank that has least so far.
+
+    Parameters
+    ----------
+    strategy
+        Saves what each rank was dealt.
+    parallelization_group
+        Ranks that hold copies of one another's shards; None for the default group.
+    do_cache_distribution
+        Deal once; later saves must hold the same shards.
+
+    Examples
+    --------
+    >>> from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+    >>> str(FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy()))
+    'FullyParallelSaveStrategyWrapper(functional_ckpt, 1)'
+    """
+
+    def __init__(
+        self, strategy: SaveShardedStrategy, parallelization_group: Any = None, do_cache_distribution: bool = False
+    ) -> None:
+        super().__init__(strategy.backend, strategy.version)
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self._mine: frozenset[Any] | None = None
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether the wrapped strategy does."""
+        return self.base_strategy.can_handle_sharded_objects
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Save now; all ranks call it."""
+        self.base_strategy.save(self.apply_saving_parallelization(sharded_state_dict), checkpoint_dir)
+
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
+        """Prepare a save and return the request.
+
+        Raises
+        ------
+        CheckpointingException
+            If the wrapped strategy cannot do that.
+        """
+        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+            raise PolicyError("this strategy cannot save in the background", found=str(self.base_strategy))
+        return self.base_strategy.async_save(self.apply_saving_parallelization(sharded_state_dict), checkpoint_dir)
+
+    def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """Return the state dict with the replica ids of the deal; all ranks of the group call it.
+
+        Raises
+        ------
+        CheckpointingException
+            On every rank of the group, if any has a leaf that contradicts itself.
+        """
+        gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "sync")
+        mine = self._mine
+        if mine is None:
+            held = together(gather, lambda: [as_tensor(x).spec for x in leaves_of(sharded_state_dict) if is_tensor(x)])
+            mine = _dealt(held, gather.rank)
+            self._mine = mine if self.do_cache_distribution else None
+        left = set(mine)
+
+        def relabelled(leaf: Any) -> Any:
+            if not is_tensor(leaf):
+                return leaf
+            shard = as_tensor(leaf).spec
+            place = _place(shard)
+            # A rank that holds one shard twice writes the first of them.
+            is_writer = place in left
+            left.discard(place)
+            return _relabelled(leaf, 0 if is_writer else 1)
+
+        return agree(gather, lambda: map_leaves(relabelled, sharded_state_dict))
+
+
+def _place(shard: ShardSpec) -> Any:
+    return shard.key, *shard.identity
+
+
+def _relabelled(leaf: Any, replica_id: int) -> Any:
+    """Return a shallow copy of a leaf under another replica id."""
+    copy = object.__new__(type(leaf))
+    copy.__dict__.update(leaf.__dict__, replica_id=replica_id)
+    return copy
+
+
+@attrs.frozen
+class _Held:
+    """A shard, the ranks that hold it, and its size."""
+
+    place: Any
+    ranks: tuple[int, ...]
+    nbytes: int
+
+
+def _dealt(held: Sequence[Sequence[ShardSpec]], rank: int) -> frozenset[Any]:
+    """Return the places of the shards that `rank` writes."""
+    ranks: dict[Any, list[int]] = {}
+    sizes: dict[Any, int] = {}
+    mains: dict[Any, None] = {}
+    for holder, shards in enumerate(held):
+        for shard in shards:
+            place = _place(shard)
+            ranks.setdefault(place, []).append(holder)
+            sizes[place] = shard.size * shard.array.itemsize
+            if shard.is_main:
+                mains[place] = None
+    items = [_Held(place, tuple(sorted({*ranks[place]})), sizes[place]) for place in mains]
+    load = [0] * len(held)
+    mine = []
+    for item in sorted(items, key=lambda item: (len(item.ranks), -item.nbytes, repr(item.place))):
+        writer = min(item.ranks, key=lambda r: (load[r], r))
+        load[writer] += item.nbytes
+        if writer == rank:
+            mine.append(item.place)
+    return frozenset(mine)
+
+
+class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
+    """Lets the ranks of a group read each stored chunk once, and exchange the pieces.
+
+    Parameters
+    ----------
+    strategy
+        A `ZarrLoadShardedStrategy`.
+    parallelization_group
+        Ranks that read for one another; None for the default group.
+    do_cache_distribution
+        Accepted for Megatron's sake: who reads what is decided anew in each load, which costs one exchange.
+    exchange_algo
+        Likewise: there is one way.
+
+    Raises
+    ------
+    CheckpointingException
+        For another strategy, or a way to exchange that Megatron does not know.
+
+    Examples
+    --------
+    >>> FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy()).can_handle_sharded_objects
+    True
+    """
+
+    def __init__(
+        self,
+        strategy: LoadShardedStrategy,
+        parallelization_group: Any = None,
+        do_cache_distribution: bool = False,
+        exchange_algo: str = "broadcast",
+    ) -> None:
+        if not isinstance(strategy, ZarrLoadShardedStrategy):
+            raise PolicyError("only ranks that read Zarr can read for one another", found=type(strategy).__name__,
+                              expected="ZarrLoadShardedStrategy")  # fmt: skip
+        if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
+            raise PolicyError("exchange_algo is unknown", found=exchange_algo,
+                              expected="'broadcast', 'gather_object' or 'gather_rounds'")  # fmt: skip
+        self.base_strategy = strategy
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+        self.exchange_algo = exchange_algo
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether the wrapped strategy does."""
+        return self.base_strategy.can_handle_sharded_objects
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
+        """Return the state dict with each leaf replaced; all ranks of the group call it."""
+        shared = self.base_strategy.reading_once(self.parallelization_group)
+        return shared.load(sharded_state_dict, checkpoint_dir)
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """Return what the wrapped strategy does."""
+        return self.base_strategy.load_tensors_metadata(checkpoint_dir)
+
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
+        """Return what the wrapped strategy does."""
+        return self.base_strategy.load_sharded_metadata(checkpoint_dir)
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Do what the wrapped strategy does."""
+        self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise if the wrapped strategy does."""
+        self.base_strategy.check_backend_compatibility(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise if the wrapped strategy does."""
+        self.base_strategy.check_version_compatibility(loaded_version)

@@ -1,0 +1,286 @@
+"""Checks before a save or load: the shards of all ranks cover every tensor once, request and checkpoint agree."""
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from math import prod
+from typing import Any, TypeAlias
+
+import attrs
+
+from functional_ckpt.comm import Gather, agree, together
+from functional_ckpt.errors import (
+    CheckpointError,
+    GapError,
+    KeyMismatchError,
+    PolicyError,
+    ReplicaError,
+    raise_problems,
+)
+from functional_ckpt.plan.check import check_conflicts, check_cover
+from functional_ckpt.spec.sharding import ShardSpec, fragments
+from functional_ckpt.spec.table import Conflict
+from functional_ckpt.store.encoding import digest
+from functional_ckpt.store.values import is_plain
+from functional_ckpt.torch.objects import dump
+from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict, is_main_replica, logger
+from functional_ckpt.torch.sharded_state import as_object, as_tensor, is_object, is_tensor
+from functional_ckpt.torch.state_tree import leaves_of
+
+__all__ = [
+    "StrictHandling",
+    "compare_common_state",
+    "find_mismatches",
+    "parse_strict_flag",
+    "report_mismatches",
+    "validate_sharding_integrity",
+]
+
+
+class StrictHandling(Enum):
+    """What a load does about keys that only the request has (*unexpected*) or only the checkpoint has (*missing*).
+
+    Unexpected keys are left out of the result, except under `ASSUME_OK_UNEXPECTED`, where they are an error of the
+    strategy. Missing keys are looked for by the modes ending in ``ALL``.
+
+    Examples
+    --------
+    >>> StrictHandling("return_all").returns_keys, StrictHandling.RAISE_UNEXPECTED.looks_for_missing
+    (True, False)
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: "StrictHandling") -> bool:
+        """Tell whether request and checkpoint are compared before the load."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: "StrictHandling") -> bool:
+        """Tell whether the requests of all ranks are needed."""
+        return val.value.endswith("_all")
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: "StrictHandling") -> bool:
+        """Tell whether `load` returns the keys as well."""
+        return val.returns_keys
+
+    @property
+    def looks_for_missing(self) -> bool:
+        """Whether missing keys are reported."""
+        return self.value.endswith("_all") and self is not StrictHandling.IGNORE_ALL
+
+    @property
+    def returns_keys(self) -> bool:
+        """Whether `load` returns the keys as well."""
+        return self.value.startswith("return_")
+
+
+def parse_strict_flag(strict: "str | StrictHandling") -> StrictHandling:
+    """Return the mode that a text names.
+
+    Raises
+    ------
+    CheckpointingException
+        If there is none of that name; a ``ValueError`` too.
+
+    Examples
+    --------
+    >>> parse_strict_flag("log_all")
+    <StrictHandling.LOG_ALL: 'log_all'>
+    """
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        known = ", ".join(mode.value for mode in StrictHandling)
+        raise PolicyError("strict is unknown", expected=f"one of {known}", found=repr(strict)) from None
+
+
+def find_mismatches(
+    sharded_part: ShardedStateDict, stored: ShardedStateDict, strict: StrictHandling, gather: Gather
+) -> tuple[set[str], set[str]]:
+    """Return the missing keys, equal on all ranks, and this rank's unexpected ones.
+
+    `stored` is what `load_sharded_metadata` returned. There are no missing keys unless `strict` asks for them.
+    """
+    wanted = {leaf.key for leaf in leaves_of(sharded_part)}
+    known = {leaf.key for leaf in stored.values()}
+    missing: set[str] = set()
+    if strict.looks_for_missing:
+        missing = known.difference(*together(gather, lambda: wanted))
+    return missing, wanted - known
+
+
+def report_mismatches(missing: set[str], unexpected: set[str], strict: StrictHandling, gather: Gather) -> None:
+    """Raise or log, as `strict` says.
+
+    Raises
+    ------
+    CheckpointingException
+        On every rank, one problem per key.
+    """
+
+    def problems() -> Iterable[CheckpointError]:
+        for key in sorted(unexpected):
+            yield KeyMismatchError("the checkpoint has no such key", key)
+        for key in sorted(missing):
+            yield KeyMismatchError("the checkpoint has a key that no rank asks for", key)
+
+    if strict.value.startswith("raise_"):
+        agree(gather, lambda: raise_problems(problems()))
+    if strict.value.startswith("log_"):
+        for problem in problems():
+            logger.warning("%s", problem)
+
+
+@attrs.frozen
+class _Cell:
+    """A sharded object of some rank."""
+
+    key: str
+    unique_key: str
+    count: int
+
+
+_Row: TypeAlias = ShardSpec | _Cell
+
+
+def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> None:
+    """Check that the main copies of all ranks cover every tensor and every grid of objects exactly once.
+
+    Raises
+    ------
+    CheckpointingException
+        On every rank, with all problems at once: holes, overlaps, several main copies of a shard, ranks that disagree
+        about a tensor's shape or data type.
+
+    Examples
+    --------
+    >>> from functional_ckpt.comm import LocalGather
+    >>> from functional_ckpt.torch.sharded_tensor import ShardedTensor
+    >>> import torch
+    >>> validate_sharding_integrity([ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 1, 3))], LocalGather())
+    Traceback (most recent call last):
+    ...
+    functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (6,), offset (0,)...
+    """
+    rows = together(
+        gather, lambda: [_row(leaf) for leaf in leaves_of(sharded_part) if is_tensor(leaf) or is_object(leaf)]
+    )
+    # One rank looks, since all would find the same; each raises it.
+    found = together(gather, lambda: _problems(rows) if gather.rank == 0 else [])
+    raise_problems(found[0])
+
+
+def _row(leaf: Any) -> _Row | None:
+    if is_tensor(leaf):
+        return as_tensor(leaf).spec
+    cell = as_object(leaf)
+    if not is_main_replica(cell.replica_id):
+        return None
+    return _Cell(cell.key, cell.unique_key, prod(cell.global_shape))
+
+
+def _problems(rows: Sequence[Sequence[_Row | None]]) -> list[CheckpointError]:
+    shards: dict[str, list[tuple[int, ShardSpec]]] = {}
+    cells: dict[str, list[tuple[int, _Cell]]] = {}
+    for rank, own in enumerate(rows):
+        for row in own:
+            if isinstance(row, ShardSpec):
+                shards.setdefault(row.key, []).append((rank, row))
+            elif row is not None:
+                cells.setdefault(row.key, []).append((rank, row))
+    found: list[CheckpointError] = []
+    for _, held in sorted(shards.items()):
+        found += _tensor_problems(held)
+    for _, grid in sorted(cells.items()):
+        found += _object_problems(grid)
+    return found
+
+
+def _tensor_problems(held: Sequence[tuple[int, ShardSpec]]) -> list[CheckpointError]:
+    rank, first = held[0]
+    other = next(((r, s) for r, s in held if s.array != first.array), None)
+    if other is not None:
+        return [*check_conflicts([Conflict(rank, first.array, other[0], other[1].array)])]
+    mains: dict[Any, int] = {}
+    found: list[CheckpointError] = []
+    writes = []
+    for rank, shard in held:
+        if not shard.is_main or not shard.size:
+            continue
+        if shard.identity in mains:
+            found.append(ReplicaError(
+                "a shard has several main copies", shard.key, (mains[shard.identity], rank), shard.array.shape,
+                shard.box.start, remedy="Give all copies but one another replica id than 0",
+            ))  # fmt: skip
+            continue
+        mains[shard.identity] = rank
+        writes += [(rank, fragment.box) for fragment in fragments(shard)]
+    return [*found, *check_cover(first.array, writes)] if first.array.nbytes else found
+
+
+def _object_problems(grid: Sequence[tuple[int, _Cell]]) -> list[CheckpointError]:
+    owners: dict[str, int] = {}
+    found: list[CheckpointError] = []
+    for rank, cell in grid:
+        if cell.unique_key in owners:
+            found.append(
+                ReplicaError("an object has several main copies", cell.unique_key, (owners[cell.unique_key], rank))
+            )
+        owners.setdefault(cell.unique_key, rank)
+    first = grid[0][1]
+    if len(owners) < first.count:
+        found.append(GapError("some cells of a grid of objects are held by nobody", first.key, expected=first.count,
+                              found=sorted(owners)))  # fmt: skip
+    return found
+
+
+def compare_common_state(common_state_dict: StateDict, gather: Gather) -> dict[str, tuple[int, ...]]:
+    """Return where the common half differs from that of rank 0, which is the one that is saved: path -> ranks.
+
+    Each difference is also logged as a warning, on every rank: scripts differ in small things without harm.
+
+    Examples
+    --------
+    >>> from functional_ckpt.comm import LocalGather
+    >>> compare_common_state({"step": 3}, LocalGather())
+    {}
+    """
+    if gather.size == 1:
+        return {}
+    all_digests = together(gather, lambda: dict(_digests(common_state_dict, ())))
+    paths = sorted({path for digests in all_digests for path in digests})
+    first = all_digests[0]
+    found = {
+        path: ranks
+        for path in paths
+        if (ranks := tuple(r for r, digests in enumerate(all_digests) if digests.get(path) != first.get(path)))
+    }
+    for path, ranks in found.items():
+        logger.warning(
+            "the common state differs between ranks at %r: rank 0 is saved, ranks %s have another", path, ranks
+        )
+    return found
+
+
+def _digests(tree: Any, path: tuple[Any, ...]) -> Iterable[tuple[str, str]]:
+    if isinstance(tree, dict | list) and tree:
+        for place, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _digests(child, (*path, place))
+        return
+    name = ".".join(map(str, path))
+    if is_plain(tree):
+        yield name, repr(tree)
+        return
+    try:
+        yield name, digest(dump(name, tree)).hex()
+    except CheckpointError as problem:
+        yield name, str(problem)

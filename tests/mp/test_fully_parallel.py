@@ -1,0 +1,92 @@
+"""Work spread over ranks that hold copies: each writes a part, each stored byte is read once."""
+
+import pytest
+
+from tests.mp import launch
+
+pytestmark = pytest.mark.mp
+
+LAYERS = 8
+
+
+def replicated(data):
+    from functional_ckpt.torch.mapping import ShardedTensor
+
+    return {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", data(i), replica_id=launch.rank()) for i in range(LAYERS)}
+
+
+def spread(path, cached):
+    """Return the bytes that each rank wrote and read of replicated state."""
+    import json
+
+    import torch
+
+    from functional_ckpt.store.files import FileStore
+    from functional_ckpt.torch.mapping import ShardedObject
+    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+    from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), None, cached)
+    for number in range(2):
+        state = replicated(lambda i: launch.values(100, 10 * (i + 1), seed=i))
+        state["o"] = ShardedObject("o", [5], (1,), (0,), replica_id=launch.rank())
+        ids = [leaf.replica_id for leaf in state.values()]
+        save(state, path / str(number), saver)
+        assert [leaf.replica_id for leaf in state.values()] == ids
+    ranks = json.loads((path / "1" / "provenance.json").read_text())["ranks"]
+
+    read = []
+    for name in ("read", "map", "read_into"):
+        real = getattr(FileStore, name)
+        setattr(FileStore, name, lambda self, n, *a, real=real: (read.append(n), real(self, n, *a))[1])
+    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy())
+    wanted = replicated(lambda i: torch.zeros(100, 10 * (i + 1)))
+    wanted["o"] = ShardedObject("o", None, (1,), (0,))
+    found = load(wanted, path / "1", loader, validate_access_integrity=False)
+    for i in range(LAYERS):
+        launch.same(found[f"w{i}"], launch.values(100, 10 * (i + 1), seed=i))
+    assert found["o"] == [5]
+    return [rank["nbytes"] for rank in ranks], [name for name in read if "/c" in name]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_each_rank_writes_a_fair_part_and_each_chunk_is_read_once(four, tmp_path, cached):
+    found = four.run(spread, tmp_path, cached)
+    written = found[0][0]
+    total = sum(100 * 10 * (i + 1) * 4 for i in range(LAYERS))
+    assert sum(written) >= total
+    assert max(written) < 1.3 * total / 4
+    read = sorted(name for _, names in found for name in names if name.startswith("w"))
+    assert read == sorted(str(p.relative_to(tmp_path / "1")) for p in (tmp_path / "1").glob("w*/c*"))
+
+
+def foreign():
+    from functional_ckpt.errors import PolicyError
+    from functional_ckpt.torch.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+    from functional_ckpt.torch.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+    from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy
+
+    class Loader(LoadShardedStrategy):
+        check_backend_compatibility = check_version_compatibility = load = load_tensors_metadata = None
+
+    class Saver(SaveShardedStrategy):
+        def save(self, sharded_state_dict, checkpoint_dir):
+            return None
+
+    with pytest.raises(PolicyError, match="read Zarr"):
+        FullyParallelLoadStrategyWrapper(Loader())
+    with pytest.raises(PolicyError, match="exchange_algo"):
+        FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), None, False, "carrier pigeon")
+    with pytest.raises(PolicyError, match="background"):
+        FullyParallelSaveStrategyWrapper(Saver("a", 1)).async_save({}, "")
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    foreign()

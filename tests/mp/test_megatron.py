@@ -1,0 +1,232 @@
+"""Inside an unmodified megatron-core: its save and load, its sharded leaves, its callers and wrappers, two ranks.
+
+Megatron calls CUDA for CPU tensors too; where there is none, the three functions that it calls do nothing here. Its
+callers start processes, which the pool's daemons may not.
+"""
+
+import json
+import os
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+
+pytestmark = pytest.mark.mp
+
+NO_CUDA = "import torch\ntorch.cuda.device_count = lambda: 1\ntorch.cuda.set_device = lambda *_: None\n"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Call a function of ``(rank, path)`` in two processes."""
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "sitecustomize.py").write_text(NO_CUDA)
+    paths = [str(tmp_path / "stub"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def call(function, *arguments):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        store = tmp_path / f"store-{function.__name__}"
+        context = mp.start_processes(
+            _joined, (function, str(store), tmp_path / "a", arguments), 2, join=False, start_method="spawn"
+        )
+        assert context.join(120, grace_period=10) or context.join(5)
+        return tmp_path / "a"
+
+    return call
+
+
+def _joined(rank, function, store, path, arguments):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        torch.cuda.synchronize = lambda *_: None
+        torch.cuda.current_device = lambda: "cpu"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    function(rank, path, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WHOLE = torch.arange(96.0).reshape(4, 6, 4)
+
+
+def state(rank, axis=0, fill=True):
+    """Return a state dict of Megatron's leaves, cut along `axis`, and what its tensors are to be."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    def made(data):
+        return data.clone() if fill else torch.zeros_like(data)
+
+    tensor = ShardedTensor.from_rank_offsets
+    part = WHOLE.chunk(2, axis)[rank]
+    want = {
+        "w": part,
+        "layers": [WHOLE[i] for i in ((0, 1), (2, 3))[rank]],
+        "copy": WHOLE[0],
+        "half": WHOLE[0].bfloat16(),
+    }
+    return {
+        "w": tensor("model/w", made(part), (axis, rank, 2)),
+        "layers": [tensor("layers", made(WHOLE[i]), (0, i, 4), prepend_axis_num=1) for i in ((0, 1), (2, 3))[rank]],
+        "copy": tensor("copy", made(WHOLE[0]), replica_id=rank),
+        "half": tensor("half", made(WHOLE[0].bfloat16()), replica_id=(0, rank)),
+        "rng": ShardedObject("a/rng", {"state": (rank, torch.ones(2))} if fill else None, (2,), (rank,)),
+        "step": 3,
+    }, want
+
+
+def check(found, want, rank):
+    for key, tensor in want.items():
+        pairs = zip(found[key], tensor, strict=True) if isinstance(tensor, list) else [(found[key], tensor)]
+        assert all(torch.equal(a, b) for a, b in pairs), key
+    assert found["rng"]["state"][0] == rank
+    assert found["step"] == 3
+
+
+def sync(rank, path):
+    from megatron.core import dist_checkpointing as mcore
+
+    from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
+
+    mcore.save(state(rank)[0], str(path), sharded_strategy=ZarrSaveStrategy())
+    for axis in range(3):
+        wanted, want = state(rank, axis if axis < 2 else 0, fill=False)
+        check(mcore.load(wanted, str(path), sharded_strategy=ZarrLoadStrategy() if axis else None), want, rank)
+        assert torch.equal(wanted["w"].data, want["w"])
+    metadata = mcore.load_tensors_metadata(str(path))
+    assert {*metadata} == {"model/w", "layers", "copy", "half"}
+    assert metadata["layers"].global_shape == (4, 6, 4)
+    assert metadata["half"].dtype == torch.bfloat16
+    every = mcore.load(mcore.serialization.load_sharded_metadata(str(path)), str(path), validate_access_integrity=False)
+    assert torch.equal(every["model/w"], WHOLE)
+    assert every["a/rng/shard_1_2"]["state"][0] == 1
+    wanted = {"w": state(rank, fill=False)[0]["w"], "x": mcore.ShardedTensor.from_rank_offsets("x", torch.ones(2))}
+    _, missing, unexpected = mcore.load(wanted, str(path), strict="return_all", validate_access_integrity=False)
+    assert (missing, unexpected) == ({"layers", "copy", "half", "a/rng"}, {"x"})
+    if rank == 0:
+        mcore.remove_sharded_tensors(str(path), "lay")
+    dist.barrier()
+    assert "layers" not in mcore.load_tensors_metadata(str(path))
+
+
+def test_megatron_saves_and_loads(run):
+    import functional_ckpt
+
+    path = run(sync)
+    assert functional_ckpt.verify(path).ok
+    assert {"common.pt", "metadata.json", "zarr.json"} < {p.name for p in path.iterdir()}
+    assert json.loads((path / "metadata.json").read_text())["sharded_backend"] == "functional_ckpt"
+    stored = functional_ckpt.open_checkpoint(path)
+    assert torch.equal(torch.from_numpy(stored["model/w"][...]), WHOLE)
+    assert "step" not in stored.state()
+
+
+def background(rank, path, persistent):
+    from megatron.core import dist_checkpointing as mcore
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+
+    queue = AsyncCallsQueue(persistent=persistent)
+    for number in range(2):
+        place = path / str(number)
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        source = state(rank)[0]
+        request = mcore.save(source, str(place), ZarrSaveStrategy(), async_sharded_save=True)
+        queue.schedule_async_request(request)
+        source["w"].data.fill_(-1)
+        assert not mcore.check_is_distributed_checkpoint(str(place))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    queue.close()
+    for number in range(2):
+        wanted, want = state(rank, 1, fill=False)
+        check(mcore.load(wanted, str(path / str(number))), want, rank)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["temporal", "persistent"])
+def test_megatrons_callers_wait_for_the_writer_thread(run, persistent):
+    run(background, persistent)
+
+
+def failing(rank, path):
+    from megatron.core import dist_checkpointing as mcore
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    import functional_ckpt.api
+    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+
+    def save(place, source, **more):
+        (path / place).mkdir(exist_ok=True)
+        dist.barrier()
+        return mcore.save(source, str(path / place), ZarrSaveStrategy(), validate_access_integrity=False, **more)
+
+    twice = {"w": mcore.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2))}
+    with pytest.raises(CheckpointingException, match="'w'"):
+        save("sync", twice)
+    with pytest.raises(CheckpointingException, match="'w'"):
+        save("early", twice, async_sharded_save=True)
+    save("good", state(rank)[0])
+    with pytest.raises(CheckpointingException, match="committed checkpoint"):
+        save("good", state(rank)[0])
+    with pytest.raises(CheckpointingException, match="'x'"):
+        mcore.load({"x": mcore.ShardedTensor.from_rank_offsets("x", torch.ones(2))}, str(path / "good"),
+                   validate_access_integrity=False)  # fmt: skip
+
+    def fails(*_):
+        raise functional_ckpt.errors.StorageError("no space left")
+
+    real, functional_ckpt.api.write = functional_ckpt.api.write, fails
+    request = save("late", state(rank)[0], async_sharded_save=True)
+    with pytest.raises(CheckpointingException, match="no space left"):
+        request.execute_sync()
+    functional_ckpt.api.write = real
+    for place in ("sync", "early", "late"):
+        assert not mcore.check_is_distributed_checkpoint(str(path / place))
+
+
+def test_problems_are_megatrons_on_both_ranks(run):
+    run(failing)
+
+
+def wrapped(rank, path):
+    from megatron.core import dist_checkpointing as mcore
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
+
+    mcore.save(state(rank)[0], str(path), FullyParallelSaveStrategyWrapper(ZarrSaveStrategy()))
+    wanted, want = state(rank, 1, fill=False)
+    loader = FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object")
+    check(mcore.load(wanted, str(path), loader), want, rank)
+
+
+def test_megatrons_wrappers(run):
+    run(wrapped)
+
+
+def registered(rank, path):
+    from megatron.core import dist_checkpointing as mcore
+
+    import functional_ckpt.torch.megatron  # noqa: F401 - registers
+
+    mcore.save(state(rank)[0], str(path), ("functional_ckpt", 1))
+    wanted, want = state(rank, 1, fill=False)
+    check(mcore.load(wanted, str(path)), want, rank)
+
+
+def test_the_registry_names_it(run):
+    run(registered)

@@ -1,0 +1,394 @@
+"""Whole state dicts with sharded leaves, saved and loaded by one rank."""
+
+import itertools
+import json
+from argparse import Namespace
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import functional_ckpt  # noqa: E402
+from functional_ckpt.errors import (  # noqa: E402
+    AlreadyExistsError,
+    DuplicateKeyError,
+    GapError,
+    NotACheckpointError,
+    ObjectCodecError,
+    OverlapError,
+    PolicyError,
+    ReplicaError,
+    ShapeError,
+    SpecError,
+    UnsupportedLeafError,
+)
+from functional_ckpt.torch.core import check_is_distributed_checkpoint  # noqa: E402
+from functional_ckpt.torch.mapping import (  # noqa: E402
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from functional_ckpt.torch.serialization import (  # noqa: E402
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+    save,
+)
+from functional_ckpt.torch.strategies.base import (  # noqa: E402
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
+    BACKEND,
+    SAFE_GLOBALS,
+    ZarrLoadCommonStrategy,
+    ZarrLoadShardedStrategy,
+    ZarrSaveCommonStrategy,
+    ZarrSaveShardedStrategy,
+)
+
+W = torch.arange(24.0).reshape(6, 4)
+tensor = ShardedTensor.from_rank_offsets
+
+
+def halves(key, data, replica_id, flattened_range):
+    return {"up": tensor(f"{key}.up", data[:3]), "down": tensor(f"{key}.down", data[3:])}
+
+
+def merge_halves(parts):
+    return torch.cat([parts["up"], parts["down"]])
+
+
+def factory(data):
+    return ShardedTensorFactory("w1", data, halves, merge_halves)
+
+
+def state(fill=True):
+    def made(data):
+        return data.clone() if fill else torch.zeros_like(data)
+
+    return {
+        "model": {"w": tensor("m/w", made(W)), "b": tensor("b", made(W.bfloat16()[0])), "made": factory(made(W))},
+        "layers": [tensor("layers", made(W[i]), (0, i, 6), prepend_axis_num=1) for i in range(6)],
+        "rng": ShardedObject("a/rng", {"state": (1, [2, np.arange(3)])}, (1,), (0,)),
+        "optimizer": {"groups": [{"lr": 0.1, "params": LocalNonpersistentObject([0, fill])}]},
+        "step": 3,
+        "args": Namespace(lr=0.5),
+        "seen": np.arange(3),
+        "mean": torch.ones(2),
+        "mixed": [tensor("mixed.w", made(W[0])), 5, (1, 2)],
+        "empty": {},
+    }
+
+
+def test_a_state_dict_comes_back(tmp_path, same):
+    source = state()
+    before = list(source)
+    assert save(source, tmp_path / "a") is None
+    assert list(source) == before
+    assert isinstance(source["model"]["made"], ShardedTensorFactory)
+    wanted = state(fill=False)
+    found = load(wanted, tmp_path / "a")
+    assert found["model"]["w"].data_ptr() == wanted["model"]["w"].data.data_ptr()
+    same(
+        found,
+        {
+            "model": {"w": W, "b": W.bfloat16()[0], "made": W},
+            "layers": list(W),
+            "rng": {"state": (1, [2, np.arange(3)])},
+            "optimizer": {"groups": [{"lr": 0.1, "params": [0, False]}]},
+            "step": 3,
+            "args": Namespace(lr=0.5),
+            "seen": np.arange(3),
+            "mean": torch.ones(2),
+            "mixed": [W[0], 5, (1, 2)],
+            "empty": {},
+        },
+    )
+
+
+def test_what_lies_where(tmp_path):
+    save(state(), tmp_path)
+    assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == BACKEND
+    assert check_is_distributed_checkpoint(tmp_path)
+    stored = functional_ckpt.open_checkpoint(tmp_path)
+    assert sorted(stored) == ["a/rng/shard_0_1", "b", "layers", "m/w", "mixed.w", "w1.down", "w1.up"]
+    assert functional_ckpt.verify(tmp_path).ok
+    assert functional_ckpt.open_checkpoint(tmp_path / ".common").state("torch", SAFE_GLOBALS)["step"] == 3
+
+
+def test_all_entry_points(tmp_path):
+    save(state(), str(tmp_path), content_metadata={"format": 2})
+    assert load_common_state_dict(str(tmp_path))["mixed"] == {1: 5, 2: (1, 2)}
+    assert load_content_metadata(tmp_path) == {"format": 2}
+    assert load_content_metadata(preloaded_state_dict={}) is None
+    tensors = load_tensors_metadata(tmp_path)
+    assert (tensors["layers"].global_shape, tensors["b"].dtype, tensors["b"].data) == ((6, 4), torch.bfloat16, None)
+    both = load_sharded_metadata(tmp_path)
+    assert {*both} - {*tensors} == {"a/rng/shard_0_1"}
+    assert {*load(both, tmp_path, validate_access_integrity=False)} > {*both}
+    plain = load_plain_tensors(tmp_path)
+    assert {*plain} == {*tensors}
+    assert torch.equal(plain["layers"], W)
+    with pytest.raises(ValueError, match="checkpoint or a loaded"):
+        load_content_metadata()
+
+
+def test_content_metadata_is_not_put_into_the_callers_dict(tmp_path):
+    source = {"step": 1}
+    save(source, tmp_path, content_metadata={"a": 1})
+    assert source == {"step": 1}
+
+
+@pytest.mark.parametrize("prefix", ["layers", "m/", "w1.up", ""])
+def test_tensors_of_any_prefix_are_removed(tmp_path, prefix):
+    path = tmp_path / "a"
+    save(state(), path)
+    (path / "notes.txt").write_text("kept")
+    keys = {*load_tensors_metadata(path)}
+    remove_sharded_tensors(path, prefix)
+    assert {*load_tensors_metadata(path)} == {key for key in keys if not key.startswith(prefix)}
+    assert functional_ckpt.verify(path).ok
+    assert (path / "notes.txt").read_text() == "kept"
+    assert load({"rng": state()["rng"]}, path, validate_access_integrity=False)["step"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def cuts(*at):
+    """Flat shards of W between these elements."""
+    return [
+        ShardedTensor.from_rank_offsets_flat("w", W.reshape(-1)[a:b].clone(), (6, 4), flattened_range=slice(a, b))
+        for a, b in itertools.pairwise(at)
+    ]
+
+
+def columns():
+    return [tensor("w", part.clone(), (1, i, 2)) for i, part in enumerate(W.chunk(2, 1))]
+
+
+@pytest.mark.parametrize("source", [cuts(0, 24), cuts(0, 0, 5, 6, 17, 24), columns()], ids=["whole", "odd", "columns"])
+@pytest.mark.parametrize("target", [cuts(0, 24), cuts(0, 7, 7, 9, 24), columns()], ids=["whole", "odd", "columns"])
+def test_flat_shards_reshard(tmp_path, source, target):
+    save({"w": source}, tmp_path)
+    wanted = [part.data.clone() for part in target]
+    for part in target:
+        part.data.fill_(-1)
+    found = load({"w": target}, tmp_path)["w"]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_flat_data_need_not_be_contiguous_nor_start_at_the_box(tmp_path):
+    data = torch.stack([W.reshape(-1)] * 2, 1)[:, 0]
+    assert not data.is_contiguous()
+    flat = ShardedTensor.from_rank_offsets_flat("w", data, (6, 4), flattened_range=slice(0, 24))
+    save([flat][0:1] and {"w": flat}, tmp_path)
+    target = torch.zeros(24, 2)[:, 1]
+    part = ShardedTensor.from_rank_offsets_flat("w", target[3:20], (6, 4), flattened_range=slice(3, 20))
+    load({"w": part}, tmp_path, validate_access_integrity=False)
+    assert torch.equal(target[3:20], W.reshape(-1)[3:20])
+    assert not target[:3].any()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_another_shape_is_aligned_and_filled_with_zeros(tmp_path, flat):
+    save({"w": tensor("w", W.clone())}, tmp_path)
+    large = ShardedTensor("w", torch.full((5, 6), 7.0), torch.float32, (5, 6), (10, 6), (3, 0), None)
+    if flat:
+        large = ShardedTensor("w", torch.full((30,), 7.0), torch.float32, (5, 6), (10, 6), (3, 0), None,
+                              flattened_range=slice(0, 30))  # fmt: skip
+    with pytest.raises(ShapeError, match="another shape"):
+        load({"w": large}, tmp_path, validate_access_integrity=False)
+    assert (large.data == 7).all()
+    large.allow_shape_mismatch = True
+    found = load({"w": large}, tmp_path, validate_access_integrity=False)["w"].reshape(5, 6)
+    assert torch.equal(found[:3, :4], W[3:])
+    assert not found[3:].any()
+    assert not found[:, 4:].any()
+
+
+def test_the_destination_decides_on_data_type_and_prepended_axes(tmp_path):
+    save({"w": tensor("w", torch.stack([W, W + 1]))}, tmp_path)
+    found = load(
+        {"w": tensor("w", torch.zeros(6, 4, dtype=torch.float64), (0, 1, 2), prepend_axis_num=1)},
+        tmp_path,
+        validate_access_integrity=False,
+    )
+    assert torch.equal(found["w"], W.double() + 1)
+
+
+def test_a_parameter_is_filled(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(6, 4))
+    save({"w": tensor("w", torch.nn.Parameter(W.clone()))}, tmp_path)
+    found = load({"w": tensor("w", parameter)}, tmp_path)["w"]
+    assert torch.equal(parameter, W)
+    assert not found.requires_grad
+
+
+def request(*keys):
+    return {key: tensor(key, torch.zeros(2)) for key in keys}
+
+
+def saved(tmp_path):
+    save({key: tensor(key, torch.ones(2)) for key in ("a", "b")}, tmp_path)
+    return tmp_path
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(NotACheckpointError, match="does not exist"):
+        load({}, tmp_path / "none")
+    with pytest.raises(NotACheckpointError, match="no distributed checkpoint"):
+        load({}, tmp_path)
+    (tmp_path / "metadata.json").write_text("{")
+    with pytest.raises(functional_ckpt.errors.CorruptionError, match="no metadata"):
+        load({}, tmp_path)
+
+
+def test_a_checkpoint_is_not_saved_over(tmp_path, tree_bytes):
+    path = saved(tmp_path / "a")
+    before = tree_bytes(path)
+    with pytest.raises(AlreadyExistsError):
+        save(request("c"), path)
+    (path / "metadata.json").unlink()
+    with pytest.raises(AlreadyExistsError):
+        save({**request("c"), "step": 1}, path)
+    assert {**before, "metadata.json": 0} == {**tree_bytes(path), "metadata.json": 0}
+
+
+def test_a_save_that_failed_leaves_a_place_for_the_next(tmp_path):
+    bad = {"w": tensor("w", W), "x": ShardedTensor("x", None, torch.float32, (2,), (2,), (0,), None), "step": 1}
+    with pytest.raises(SpecError, match="no data to save"):
+        save(bad, tmp_path)
+    assert not check_is_distributed_checkpoint(tmp_path)
+    save({"w": tensor("w", W), "step": 2}, tmp_path)
+    assert load_common_state_dict(tmp_path) == {"step": 2}
+
+
+def test_access_is_validated(tmp_path, problems_of):
+    third = tensor("w", torch.ones(2), (0, 0, 3))
+    irregular = [
+        ShardedTensor("w", torch.ones(n), torch.float32, (n,), (5,), (at,), None) for n, at in ((3, 0), (3, 2))
+    ]
+    objects = [ShardedObject("o", 1, (2,), (0,)), ShardedObject("o", 1, (2,), (0,))]
+    for leaves, kinds in (
+        ([third], {GapError}),
+        ([tensor("w", W), tensor("w", W)], {ReplicaError}),
+        (irregular, {OverlapError}),
+        (irregular[:1], {GapError}),
+        ([tensor("w", W, replica_id=1)], {GapError}),
+        (objects, {ReplicaError, GapError}),
+        ([tensor("w", W), tensor("w", W.double())], {functional_ckpt.errors.DTypeError}),
+        (cuts(0, 5, 9), {GapError}),
+    ):
+        problems = problems_of(save, {"x": leaves}, tmp_path / "a")
+        assert {type(p) for p in problems} == kinds, problems
+        assert all(p.key for p in problems)
+    assert not (tmp_path / "a" / "zarr.json").exists()
+
+
+def test_holes_are_refused_without_validation_too(tmp_path):
+    with pytest.raises(GapError, match="'w'"):
+        save({"w": tensor("w", torch.ones(2), (0, 0, 3))}, tmp_path, validate_access_integrity=False)
+
+
+def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
+    save({"a": tensor("k", W.clone()), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "a")
+    assert load({"b": ShardedObject("k", None, (1,), (0,))}, tmp_path / "a")["b"] == 5
+    with pytest.raises(DuplicateKeyError):
+        save({"a": tensor("k/shard_0_1", W), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "b")
+
+
+def test_parts_that_do_not_fit_are_told(tmp_path):
+    save({"a": [tensor("a", W), 1], "b": 2}, tmp_path)
+    with pytest.raises(ValueError, match=r"hole.*'a'"):
+        load({"a": [tensor("a", W), 1, 1, LocalNonpersistentObject(3)], "c": 1}, tmp_path)
+    with pytest.raises(ValueError, match=r"same place.*'b'"):
+        load({"b": tensor("a", W)}, tmp_path)
+
+
+def test_objects_of_classes_that_are_not_allowed_are_not_built(tmp_path):
+    save({"o": ShardedObject("o", OrderedDict(a=SomeClass()), (1,), (0,))}, tmp_path)
+    wanted = {"o": ShardedObject("o", None, (1,), (0,))}
+    with pytest.raises(ObjectCodecError, match="cannot be read"):
+        load(wanted, tmp_path)
+    trusting = ZarrLoadShardedStrategy(policy=functional_ckpt.LoadPolicy(safe_globals=[SomeClass]))
+    assert load(wanted, tmp_path, trusting)["o"]["a"].value == 1
+
+
+class SomeClass:
+    def __init__(self):
+        self.value = 1
+
+
+def test_random_states_are_allowed(tmp_path, same):
+    states = {"numpy": np.random.RandomState(3).get_state(), "torch": torch.get_rng_state()}
+    save({"rng": ShardedObject("rng", [states], (1,), (0,))}, tmp_path)
+    same(load({"rng": ShardedObject("rng", None, (1,), (0,))}, tmp_path)["rng"], [states])
+
+
+def test_a_save_in_the_background_is_there_once_it_is_finalised(tmp_path):
+    data = W.clone()
+    pending = save({"w": tensor("w", data), "step": 1}, tmp_path, async_sharded_save=True)
+    data.fill_(-1)
+    assert not check_is_distributed_checkpoint(tmp_path)
+    pending.execute_sync()
+    assert torch.equal(load({"w": tensor("w", data)}, tmp_path)["w"], W)
+
+
+def test_strategies_are_found_by_name(tmp_path):
+    save(request("a"), tmp_path, (BACKEND, 1), (BACKEND, 1))
+    load(request("a"), tmp_path, (BACKEND, 1), (BACKEND, 1))
+    kinds = (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy, ZarrSaveCommonStrategy, ZarrLoadCommonStrategy)
+    actions = (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED, StrategyAction.SAVE_COMMON,
+               StrategyAction.LOAD_COMMON)  # fmt: skip
+    assert all(type(get_default_strategy(a, BACKEND, 1)) is k for a, k in zip(actions, kinds, strict=True))
+    with pytest.raises(PolicyError, match="papyrus"):
+        save(request("a"), tmp_path / "b", ("papyrus", 1))
+    with pytest.raises(PolicyError, match="no strategy"):
+        save(request("a"), tmp_path / "b", 5)
+
+
+class TensorsOnly(SaveShardedStrategy):
+    """A user's strategy, which leaves objects to the common one."""
+
+    def save(self, sharded_state_dict, checkpoint_dir):
+        self.seen = sharded_state_dict
+        ZarrSaveShardedStrategy().save(sharded_state_dict, checkpoint_dir)
+
+
+def test_objects_go_to_the_common_strategy_if_the_sharded_one_cannot(tmp_path):
+    class Loader(ZarrLoadShardedStrategy):
+        can_handle_sharded_objects = False
+
+    strategy = TensorsOnly(BACKEND, 1)
+    with pytest.raises(PolicyError, match="background"):
+        save(request("a"), tmp_path, strategy, async_sharded_save=True)
+    save({**request("a"), "o": ShardedObject("o", [5], (1,), (0,))}, tmp_path, strategy)
+    assert list(strategy.seen) == ["a"]
+    wanted = {**request("a"), "o": ShardedObject("o", None, (1,), (0,))}
+    assert load(wanted, tmp_path, Loader())["o"] == [5]
+    assert {*load_sharded_metadata(tmp_path, Loader())} == {"a", "o/shard_0_1"}
+
+
+def test_other_leaves_are_refused_by_the_sharded_strategy(tmp_path):
+    with pytest.raises(UnsupportedLeafError):
+        ZarrSaveShardedStrategy().save({"a": 5}, tmp_path)
+
+
+def test_twenty_thousand_tensors_are_planned_in_time():
+    import time
+
+    from functional_ckpt.torch.sharded_state import leaves_to_save
+
+    data = torch.ones(4)
+    tensors = [tensor(f"layer.{i}.weight", data, (0, 1, 8)) for i in range(20_000)]
+    began = time.process_time()
+    assert len(leaves_to_save({"model": tensors})) == 20_000
+    assert time.process_time() - began < 3
