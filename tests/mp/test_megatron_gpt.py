@@ -8,14 +8,14 @@ import warnings
 
 import pytest
 
-from tests.mp.test_megatron import run  # noqa: F401 - a fixture
-
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
     pytest.importorskip("megatron.core.models.gpt", reason="megatron-core is not installed")
+
+from tests.mp.test_megatron import run  # noqa: E402, F401 - a fixture
 
 pytestmark = pytest.mark.mp
 
