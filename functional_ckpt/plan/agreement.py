@@ -6,6 +6,7 @@ before need no plan. Only otherwise do they gather what they hold.
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from math import prod
 from zlib import crc32
 
 import attrs
@@ -13,7 +14,7 @@ import numpy as np
 
 from functional_ckpt.plan.local import needs_gathering
 from functional_ckpt.plan.state import EMPTY_TEXTS, LocalState
-from functional_ckpt.spec.columns import Columns, Ints, mix, ravelled
+from functional_ckpt.spec.columns import Columns, Ints, mix
 from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import ShardTable
@@ -55,7 +56,7 @@ def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: i
         _digest(_content_lines(common)),
         alone,
         _fold(common.shards) if alone else 0,
-        sum(_begun(shard) for shard in {shard.key: shard for shard in common.shards}.values()) if alone else 0,
+        _begun(list({shard.key: shard for shard in common.shards}.values())) if alone else 0,
         budget_nbytes,
         own if own.arrays or own.values else None,
     )
@@ -120,21 +121,32 @@ def _fold(shards: Sequence[ShardSpec]) -> int:
     that complete grids add nothing; but it adds `_begun`, so that no cells at all, or all of them twice, add too little
     or too much.
     """
-    total = 0
-    for shard in shards:
-        if shard.is_main:
-            counts = np.array([shard.grid], np.int64)
-            index = np.array([shard.box.start], np.int64) // np.maximum([shard.box.shape], 1)
-            cell, last = int(ravelled(index, counts)[0]), int(counts.prod())
-            after, before, first, end = map(int, mix(_name(shard), np.array([cell + 1, cell, 0, last])))
-            total += after - before
-            total += _begun(shard) - (end - first) if cell == 0 else 0
-    return total % _MODULUS
+    mains = [shard for shard in shards if shard.is_main]
+    name = _names(mains)
+    cell = np.array([_cell(shard) for shard in mains], np.int64)
+    last = np.array([prod(shard.grid or ()) for shard in mains], np.int64)
+    zero = np.zeros(len(mains), np.int64)
+    with np.errstate(over="ignore"):  # numbers of 64 bits wrap around
+        whole = mix(name, last) - mix(name, zero)
+        steps = mix(name, cell + 1) - mix(name, cell)
+        firsts = np.where(cell == 0, mix(name, zero - 1) - whole, np.uint64(0))
+        return int((steps + firsts).sum(dtype=np.uint64))
 
 
-def _begun(shard: ShardSpec) -> int:
-    return int(mix(_name(shard), np.array([-1]))[0])
+def _cell(shard: ShardSpec) -> int:
+    """Return the row-major number of a shard in its grid."""
+    number = 0
+    for low, extent, count in zip(shard.box.start, shard.box.shape, shard.grid or (), strict=True):
+        number = number * count + low // max(extent, 1)
+    return number
 
 
-def _name(shard: ShardSpec) -> Ints:
-    return np.array([crc32(f"{shard.array}{shard.grid}".encode())])
+def _begun(shards: Sequence[ShardSpec]) -> int:
+    """Return what complete grids add up to, one shard of each given."""
+    names = _names(shards)
+    return int(mix(names, np.full(len(names), -1)).sum(dtype=np.uint64))
+
+
+def _names(shards: Sequence[ShardSpec]) -> Ints:
+    texts = (f"{shard.key} {shard.array.dtype} {shard.array.shape} {shard.grid}" for shard in shards)
+    return np.array([crc32(text.encode()) for text in texts], np.int64)
