@@ -2,7 +2,8 @@
 
 import atexit
 import pickle
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ __all__ = ["TorchGather", "member_gather", "torch_gather"]
 
 T = TypeVar("T")
 _TAG = 1
+#: How long a rank that has lost the group waits for the others to say that they have lost it too.
+_GRACE_S = 0.5
 
 
 def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
@@ -181,15 +184,16 @@ class _Line:
     def connect(self, timeout_s: float) -> None:
         """Meet the other ranks."""
         timeout = timedelta(seconds=timeout_s)
-        self.gloo = self._watch(lambda: dist.ProcessGroupGloo(self.store, self.rank, self.size, timeout))
+        self.gloo = self._watch(lambda: self._meet(timeout), self.step + 1)
 
     def exchange(self, text: bytes) -> list[bytes]:
         """Return the texts of all ranks."""
-        return self._watch(lambda: self._exchange(text))
+        return self._watch(lambda: self._exchange(text), self.step + 1)
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
         """Send to one rank and receive from another."""
-        return self._watch(lambda: self._swap(target, outgoing, source, nbytes))
+        # Ranks swap at different times, and as often as their plans say: who comes to the next step is there.
+        return self._watch(lambda: self._swap(target, outgoing, source, nbytes), self.step + 1)
 
     def _swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
         if self.gloo is None:
@@ -205,7 +209,16 @@ class _Line:
         found: Array = received.numpy()
         return found
 
+    def _meet(self, timeout: timedelta) -> Any:
+        self._arrive()
+        return dist.ProcessGroupGloo(self.store, self.rank, self.size, timeout)
+
+    def _arrive(self) -> None:
+        self.step += 1
+        self.store.set(f"at/{self.rank}", str(self.step))
+
     def _exchange(self, text: bytes) -> list[bytes]:
+        self._arrive()
         if self.gloo is None:
             raise ConnectionError("broken by an earlier failure")
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
@@ -216,31 +229,38 @@ class _Line:
         self.gloo.allgather([parts], [padded]).wait()
         return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
 
-    def _watch(self, communicate: Callable[[], T]) -> T:
-        """Call `communicate`; if it fails, hang up, and say who is missing."""
+    def _watch(self, communicate: Callable[[], T], step: int) -> T:
+        """Call `communicate`; if it fails, hang up, and say who has neither come to `step` nor failed as well."""
         try:
-            self.step += 1
-            self.store.set(f"at/{self.rank}", str(self.step))
             return communicate()
         except Exception as error:
             # Hanging up passes the news on at once: only neighbours in gloo's ring feel that a rank has died.
             self.gloo = None
-            absent = tuple(self._absent())
+            absent = tuple(self._absent(step))
             raise RankFailedError(
                 "the group of ranks broke while they agreed or exchanged data", None, absent or None,
                 found=_first_line(error),
                 remedy="The rank died, hangs, or takes longer than the policy's timeout_s",
             ) from error  # fmt: skip
 
-    def _absent(self) -> Iterable[int]:
+    def _absent(self, step: int) -> list[int]:
         try:
             self.store.set("broken", "")
-            for rank in range(self.size):
-                name = f"at/{rank}"
-                if not self.store.check([name]) or int(self.store.get(name)) < self.step:
-                    yield rank
+            self.store.set(f"failed/{self.rank}", "")
+            # Ranks that wait for the missing one learn of it now, and have a moment to say that they are there.
+            patience = time.monotonic() + _GRACE_S
+            absent = [rank for rank in range(self.size) if not self._is_there(rank, step)]
+            while absent and time.monotonic() < patience:
+                time.sleep(_GRACE_S / 10)
+                absent = [rank for rank in absent if not self._is_there(rank, step)]
+            return absent
         except Exception:  # the store died with the rank that held it: nobody to ask
-            return
+            return []
+
+    def _is_there(self, rank: int, step: int) -> bool:
+        if self.store.check([f"failed/{rank}"]):
+            return True
+        return bool(self.store.check([f"at/{rank}"])) and int(self.store.get(f"at/{rank}")) >= step
 
 
 def _first_line(error: Exception) -> str:
