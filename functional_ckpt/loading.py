@@ -22,13 +22,13 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
-from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
@@ -168,8 +168,7 @@ class _Seeker:
             entries = self.manifest.arrays
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
-            ndim = max((len(entry.spec.shape) for entry in entries), default=1) or 1
-            wanted = wanted_pieces(plan, numbers, ndim, self.gather.rank)
+            wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
         return _Wish(tuple(self.used), wanted, self.policy.budget_nbytes)
 
     def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
@@ -179,7 +178,7 @@ class _Seeker:
             if wanted:
                 raise SpecError("some ranks read once and others do not", expected="one LoadPolicy on all ranks")
             return plan, None
-        arrays = [ArrayPlan(entry.spec, entry.layout) for entry in self.manifest.arrays]
+        arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(wish.budget_nbytes for wish in wishes)
         alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved

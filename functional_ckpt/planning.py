@@ -140,8 +140,8 @@ class Planner:
         arrays = local_array_plans(items, policy.layout, self.shared_ok, self.owned_ok)
         raise_problems([*problems, *_name_collisions(arrays)])
         plan = plan_local_save(
-            rank, items, policy.layout, policy.replicas, self.shared_ok, self.owned_ok, budget
-        )  # fmt: skip
+            rank, items, policy.layout, policy.replicas, self.shared_ok, self.owned_ok, budget, arrays
+        )
         # The plan counts the shards of the items; buffers are there for tied leaves too.
         held = {leaf.key for leaf in (*mine.common.arrays, *mine.own.arrays)}
         numbers = [number for item in items if item.key in held for number in mine.numbers[item.key]]

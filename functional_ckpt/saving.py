@@ -42,10 +42,17 @@ from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 from functional_ckpt.store.opening import open_store
 
 __all__ = [
-    "Prepared", "Written", "abandon_written", "prepare", "prepare_captured", "publish_alone", "publish_written",
-    "stage", "write",
+    "Prepared",
+    "Written",
+    "abandon_written",
+    "prepare",
+    "prepare_captured",
+    "publish_alone",
+    "publish_written",
+    "stage",
+    "write",
     "write_parts",
-]  # fmt: skip
+]
 
 # Above this many files one flush of the file system costs less than a sync of each (docs/adr).
 _MANY_FILES = 256

@@ -168,7 +168,7 @@ def test_no_wave_holds_more_than_its_share_of_the_budget(case):
     held, messages = {}, {}
     for move in plan.moves:
         array = arrays[move.key]
-        held.setdefault((move.wave, move.target), {})[move.key, move.index] = array.chunk_nbytes
+        held.setdefault((move.wave, move.target), {})[move.key, move.index] = array.layout.chunk_nbytes
         if move.source != move.target:
             pair = (move.wave, move.source, move.target)
             messages[pair] = messages.get(pair, 0) + move.box.size * array.spec.itemsize
@@ -191,7 +191,7 @@ def test_the_smallest_budget_that_works_is_named_and_works(case):
     laws.check_plan(plan, source)
     with pytest.raises(PolicyError, match=str(smallest)) as caught:
         plan_of(source, attrs.evolve(policy, budget_nbytes=smallest - 1))
-    owned = {array.spec.key: array.chunk_nbytes for array in plan.arrays if array.layout.rung == "owned"}
+    owned = {array.spec.key: array.layout.chunk_nbytes for array in plan.arrays if array.layout.rung == "owned"}
     assert smallest == 3 * owned[caught.value.key] == 3 * max(owned.values())
 
 
@@ -230,6 +230,6 @@ def test_storage_sees_whole_chunks_and_one_metadata_file_per_array(case):
     with directory() as path:
         save_on("owned", source, arrays, path, plain)
         sizes = {name: len(data) for name, data in tree_bytes(path).items() if "/" in name}
-    chunks = [array.chunk_nbytes for array in plan.arrays for _ in range(array.grid.size)]
+    chunks = [array.layout.chunk_nbytes for array in plan.arrays for _ in range(array.grid.size)]
     assert len(sizes) == len(chunks) + len(plan.arrays)
     assert sorted(n for name, n in sizes.items() if not name.endswith("zarr.json")) == sorted(chunks)

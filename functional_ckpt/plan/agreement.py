@@ -14,7 +14,7 @@ import numpy as np
 
 from functional_ckpt.plan.local import needs_gathering
 from functional_ckpt.plan.state import EMPTY_TEXTS, LocalState
-from functional_ckpt.spec.columns import Columns, Ints, mix
+from functional_ckpt.spec.columns import Ints, mix
 from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import ShardTable
@@ -109,9 +109,7 @@ def _content_lines(state: LocalState) -> list[str]:
 
 def _shard_bytes(shards: Sequence[ShardSpec]) -> list[str | bytes]:
     table = ShardTable.of(0, shards)
-    columns: Columns = table.rows
-    names = [field.name for field in attrs.fields(type(columns))]
-    return [str(table.replicas), str(table.arrays), *(getattr(columns, name).tobytes() for name in names)]
+    return [str(table.replicas), str(table.arrays), *table.rows.column_bytes()]
 
 
 def _fold(shards: Sequence[ShardSpec]) -> int:

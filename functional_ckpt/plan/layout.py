@@ -13,6 +13,7 @@ Only the boxes, the data type and the policy decide: neither ranks nor their ord
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from math import gcd, prod
 from operator import le
@@ -20,7 +21,7 @@ from operator import le
 import attrs
 
 from functional_ckpt.errors import LayoutError, PolicyError
-from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import has_prefix
 
@@ -208,14 +209,19 @@ class Layout:
 
     Examples
     --------
-    >>> Layout("exclusive", (4,), (), "float32").rung
-    'exclusive'
+    >>> Layout("exclusive", (4,), (), "float32").chunk_nbytes
+    16
     """
 
     rung: str
     chunk: tuple[int, ...]
     codecs: tuple[str, ...]
     stored: str
+
+    @cached_property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one chunk, before any codec."""
+        return prod(self.chunk) * DTYPES[self.stored][0]
 
 
 @attrs.frozen
@@ -224,8 +230,8 @@ class ArrayPlan:
 
     Examples
     --------
-    >>> ArrayPlan(ArraySpec("w", (5,), "float32"), Layout("exclusive", (4,), (), "float32")).chunk_nbytes
-    16
+    >>> ArrayPlan(ArraySpec("w", (5,), "float32"), Layout("exclusive", (4,), (), "float32")).grid.counts
+    (2,)
     """
 
     spec: ArraySpec
@@ -235,11 +241,6 @@ class ArrayPlan:
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
         return ChunkGrid(self.spec.shape, self.layout.chunk)
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of one chunk in memory."""
-        return prod(self.layout.chunk) * self.spec.itemsize
 
 
 def choose_layout(
@@ -260,7 +261,9 @@ def choose_layout(
     >>> choose_layout(w, [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))], LayoutPolicy(min_chunk_nbytes=0)).chunk
     (4, 4)
     """
-    return layout_of_faces(array, _common_faces(array.shape, boxes), policy, shared_ok, owned_ok)
+    chunk, faced = exclusive_chunk(array.shape, boxes)
+    faces = [extent if has_faces else 0 for extent, has_faces in zip(chunk, faced, strict=True)]
+    return layout_of_faces(array, faces, policy, shared_ok, owned_ok)
 
 
 def layout_of_faces(
@@ -303,19 +306,14 @@ def exclusive_chunk(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[i
     >>> exclusive_chunk((12, 5), [Box((0, 0), (4, 5)), Box((4, 0), (10, 5)), Box((10, 0), (12, 5))])
     ((2, 5), (True, False))
     """
-    common = _common_faces(shape, boxes)
-    chunk = tuple(g or max(n, 1) for g, n in zip(common, shape, strict=True))
-    return chunk, tuple(g > 0 for g in common)
-
-
-def _common_faces(shape: Sequence[int], boxes: Iterable[Box]) -> list[int]:
     common = [0] * len(shape)
     for box in boxes:
         if box.size == 0:
             continue
         for axis, (lo, hi, n) in enumerate(zip(box.start, box.stop, shape, strict=True)):
             common[axis] = gcd(common[axis], lo, hi if hi < n else 0)
-    return common
+    chunk = tuple(g or max(n, 1) for g, n in zip(common, shape, strict=True))
+    return chunk, tuple(g > 0 for g in common)
 
 
 def subdivide(

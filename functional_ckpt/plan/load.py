@@ -15,10 +15,11 @@ from functional_ckpt.errors import (
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.owner import choose_owners, with_waves
-from functional_ckpt.plan.pieces import Pieces, by_chunk, cut_at_chunks
+from functional_ckpt.plan.pieces import Pieces, cut_at_chunks
 from functional_ckpt.plan.save import padded_chunks
 from functional_ckpt.spec.array import can_cast
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.columns import runs
 from functional_ckpt.spec.sharding import Fragment, ShardSpec, fragments
 from functional_ckpt.spec.table import padded, padded_shapes
 
@@ -114,20 +115,16 @@ def wanted_pieces(plan: LoadPlan, numbers: Mapping[str, int], ndim: int, rank: i
     [[0, 2]]
     """
     reads = plan.reads
-    zero = np.zeros(len(reads), np.int64)
-    return Pieces(
+    pieces = Pieces.uncut(
         np.array([numbers[read.key] for read in reads], np.int64),
-        zero - 1,
         padded([read.box.start for read in reads], ndim, 0),
         padded([read.box.stop for read in reads], ndim, 1),
-        padded([read.target.box.start for read in reads], ndim, 0),
-        padded([read.target.box.stop for read in reads], ndim, 1),
-        zero + rank,
+        np.full(len(reads), rank),
         np.array([read.shard for read in reads], np.int64),
         np.array([read.target.run for read in reads], np.int64),
-        zero + rank,
-        zero,
     )
+    low = padded([read.target.box.start for read in reads], ndim, 0)
+    return attrs.evolve(pieces, low=low, high=padded([read.target.box.stop for read in reads], ndim, 1))
 
 
 def plan_read_once(
@@ -146,7 +143,7 @@ def plan_read_once(
     ndim = wanted[0].start.shape[1]
     shapes = padded_shapes([plan.spec for plan in arrays], ndim)
     pieces = cut_at_chunks(Pieces.joined(wanted), shapes, padded_chunks(arrays, ndim))
-    _, counts = by_chunk(pieces)
+    _, counts = runs(pieces.array, pieces.chunk)
     shared = np.repeat(counts > 1, counts)
     alone = pieces.take(~shared & (pieces.source == rank))
     moved, owned = choose_owners(pieces.take(shared), arrays)

@@ -13,14 +13,14 @@ import numpy as np
 
 from functional_ckpt.errors import SpecError, raise_problems
 from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
-from functional_ckpt.plan.owner import OwnedChunks, with_waves
+from functional_ckpt.plan.owner import Owners, with_waves
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, row_order
 from functional_ckpt.plan.placed import PlacedGroup
-from functional_ckpt.plan.save import GIB, Owners, SavePlan, padded_chunks, restrict
+from functional_ckpt.plan.save import GIB, SavePlan, by_array, padded_chunks, restrict
 from functional_ckpt.spec.columns import Ints
 from functional_ckpt.spec.mesh import PlacedArray, Sharding, common_face, is_even
 from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.spec.table import key_hashes, padded, padded_shapes
+from functional_ckpt.spec.table import key_hashes, padded, padded_shapes, widest
 
 __all__ = ["local_array_plans", "needs_gathering", "plan_local_save"]
 
@@ -33,11 +33,13 @@ def plan_local_save(
     shared_ok: bool = True,
     owned_ok: bool = True,
     budget_nbytes: int = GIB,
+    arrays: tuple[ArrayPlan, ...] | None = None,
 ) -> SavePlan:
     """Plan what `rank` does from its own part alone: ``restrict(plan_save(world, ...), rank)``.
 
     `local` are arrays placed on meshes, and shards that know their regular grid (then main replicas must be
-    declared). Shards count in order, as many for a placed array as the rank holds boxes of it, at least one.
+    declared). Shards count in order, as many for a placed array as the rank holds boxes of it, at least one. `arrays`
+    are the items' `local_array_plans` under the same rules, if they are known already.
 
     Raises
     ------
@@ -56,33 +58,32 @@ def plan_local_save(
     (Box(start=(4,), stop=(8,)), ())
     """
     raise_problems(p for item in local if (p := needs_gathering(rank, item, replicas)) is not None)
-    arrays = local_array_plans(local, policy, shared_ok, owned_ok)
+    arrays = local_array_plans(local, policy, shared_ok, owned_ok) if arrays is None else arrays
     numbers = {plan.spec.key: number for number, plan in enumerate(arrays)}
     raise_problems(_must_move(rank, item) for item in local
                    if isinstance(item, ShardSpec) and arrays[numbers[item.key]].layout.rung == "owned")  # fmt: skip
-    groups, empty = _grouped(local, arrays, numbers, replicas)
+    groups, empty = _grouped(rank, local, arrays, numbers, replicas)
     shards = _first_shards(rank, local, groups)
-    ndim = max((len(plan.spec.shape) for plan in arrays), default=1) or 1
+    ndim = widest(plan.spec for plan in arrays)
     chunks = padded_chunks(arrays, ndim)
-    parts, owned = [_grid_pieces(rank, local, numbers, shards, ndim)], [OwnedChunks([], [], [])]
+    parts, owned = [_grid_pieces(rank, local, numbers, shards, ndim)], [Owners.of_arrays([])]
     for group, members, rung in groups:
         if not rung:
             continue
-        pieces = group.pieces(rank, shards[members])
+        pieces = group.pieces(shards[members])
         if rung == "owned":
-            pieces, owners = group.owned(rank, chunks[group.numbers][:, ndim - group.shapes.shape[1] :], pieces)
+            pieces, owners = group.owned(chunks[group.numbers][:, ndim - group.shapes.shape[1] :], pieces)
             owned.append(owners)
         parts.append(_widened(pieces, ndim))
     pieces = Pieces.joined(parts)
-    return restrict(_finished(arrays, pieces, OwnedChunks.joined(owned), empty, budget_nbytes), rank)
+    return restrict(_finished(arrays, pieces, Owners.joined(owned), empty, budget_nbytes), rank)
 
 
 def _finished(
-    arrays: tuple[ArrayPlan, ...], pieces: Pieces, owned: OwnedChunks, empty: Owners, budget_nbytes: int
+    arrays: tuple[ArrayPlan, ...], pieces: Pieces, owned: Owners, empty: Owners, budget_nbytes: int
 ) -> SavePlan:
     """Return the plan with everything sorted, waves, headers and digests, as far as it is known."""
-    ndim = pieces.start.shape[1]
-    shapes = padded_shapes([plan.spec for plan in arrays], ndim)
+    shapes = padded_shapes([plan.spec for plan in arrays], pieces.start.shape[1])
     pieces = pieces.take(row_order(pieces, shapes))
     owned = owned.take(np.lexsort((owned.chunk, owned.array)))
     is_owned = pieces.chunk >= 0
@@ -90,13 +91,10 @@ def _finished(
     wave[is_owned] = with_waves(pieces.take(is_owned), owned, arrays, budget_nbytes).wave
     first = owned.take(owned.chunk == 0)
     begun = pieces.take(~is_owned & ~pieces.start.any(axis=1))
-    none = np.full(len(first) + len(begun), -1)
-    begun_headers = Owners(np.append(first.array, begun.array), none, np.append(first.owner, begun.source))
-    headers = Owners.joined([begun_headers, empty])
-    return SavePlan(
-        arrays, attrs.evolve(pieces, wave=wave), headers.take(np.argsort(headers.array, kind="stable")),
-        _begun_digests(arrays, pieces, shapes),
-    )  # fmt: skip
+    headers = by_array(
+        attrs.evolve(first, chunk=first.chunk - 1), Owners(begun.array, begun.chunk, begun.source), empty
+    )
+    return SavePlan(arrays, attrs.evolve(pieces, wave=wave), headers, _begun_digests(arrays, pieces, shapes))
 
 
 #: Arrays placed alike, their positions among the items, and their rung; "" for arrays without cells.
@@ -104,7 +102,11 @@ _Group = tuple[PlacedGroup, Ints, str]
 
 
 def _grouped(
-    local: Sequence[ShardSpec | PlacedArray], arrays: Sequence[ArrayPlan], numbers: dict[str, int], rule: str
+    rank: int,
+    local: Sequence[ShardSpec | PlacedArray],
+    arrays: Sequence[ArrayPlan],
+    numbers: dict[str, int],
+    rule: str,
 ) -> tuple[list[_Group], Owners]:
     """Return the placed arrays in groups, each sorted by number; and who writes the metadata of those without cells."""
     members: dict[Any, list[int]] = {}
@@ -123,11 +125,11 @@ def _grouped(
         at = np.array([numbers[local[i].key] for i in positions], np.int64)
         order = np.argsort(at)
         shapes = np.array([local[i].array.shape or (1,) for i in positions], np.int64)[order]
-        group = PlacedGroup(sharding, rule, at[order], shapes, hashes[at[order]])
+        group = PlacedGroup(rank, sharding, rule, at[order], shapes, hashes[at[order]])
         groups.append((group, np.array(positions, np.int64)[order], rung if kind else ""))
         if not kind:
             empty += [(number, group.lowest_rank()) for number in at.tolist()]
-    return groups, Owners([number for number, _ in empty], [-1] * len(empty), [rank for _, rank in empty])
+    return groups, Owners.of_arrays(empty)
 
 
 def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
@@ -195,7 +197,7 @@ def _first_shards(rank: int, local: Sequence[ShardSpec | PlacedArray], groups: S
     """Return the number of the first shard of each item."""
     counts = np.array([isinstance(item, ShardSpec) for item in local], np.int64)
     for group, members, rung in groups:
-        boxes = group.held(rank) if rung else []
+        boxes = group.held if rung else []
         full = sum(((stop > start).all(axis=1) for start, stop in boxes), np.zeros(len(members), np.int64))
         is_there = group.sharding.mesh.coordinate(rank) is not None
         counts[members] = np.maximum(full, 1) if is_there else 0
@@ -210,10 +212,9 @@ def _grid_pieces(
              if isinstance(item, ShardSpec) and item.is_main]  # fmt: skip
     start = padded([item.box.start for item, _ in mains], ndim, 0)
     stop = padded([item.box.stop for item, _ in mains], ndim, 1)
-    zero = np.zeros(len(mains), np.int64)
     array = np.array([numbers[item.key] for item, _ in mains], np.int64)
     shard = np.array([shard for _, shard in mains], np.int64)
-    return Pieces(array, zero - 1, start, stop, start, stop, zero + rank, shard, zero, zero + rank, zero)
+    return Pieces.uncut(array, start, stop, np.full(len(mains), rank), shard, np.zeros(len(mains), np.int64))
 
 
 def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:

@@ -14,7 +14,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.layout import ChunkGrid, Layout, check_codecs
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs
 from functional_ckpt.spec.array import BITS, ArraySpec, check_key
 from functional_ckpt.spec.tree import DictKey, Path
 
@@ -69,6 +69,11 @@ class ArrayEntry:
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
         return ChunkGrid(self.spec.shape, self.layout.chunk)
+
+    @property
+    def plan(self) -> ArrayPlan:
+        """The array and its layout, as in the plan of its save."""
+        return ArrayPlan(self.spec, self.layout)
 
     def digest(self, position: int) -> bytes:
         """Return the digest of chunk number `position`, row-major."""

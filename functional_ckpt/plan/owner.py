@@ -7,34 +7,39 @@ import numpy as np
 
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.pieces import Pieces, by_chunk
-from functional_ckpt.spec.columns import Columns, Ints, mix, to_column
+from functional_ckpt.plan.pieces import Pieces
+from functional_ckpt.spec.columns import Columns, Ints, mix, runs, to_column
 from functional_ckpt.spec.table import key_hashes
 
-__all__ = ["OwnedChunks", "choose_owners", "pick_owner", "with_waves"]
+__all__ = ["Owners", "choose_owners", "pick_owner", "with_waves"]
 
 #: A rank holds at a time the chunks that it assembles, one message that has come and one that leaves.
 _SHARES = 3
 
 
 @attrs.frozen(eq=False)
-class OwnedChunks(Columns):
-    """Chunk number `chunk` of array number `array` is written by rank `owner`."""
+class Owners(Columns):
+    """Rank `rank` does something for chunk number `chunk` of array number `array`, or for the array (-1)."""
 
     array: Ints = attrs.field(converter=to_column)
     chunk: Ints = attrs.field(converter=to_column)
-    owner: Ints = attrs.field(converter=to_column)
+    rank: Ints = attrs.field(converter=to_column)
+
+    @classmethod
+    def of_arrays(cls, pairs: Sequence[tuple[int, int]]) -> "Owners":
+        """Return rows for whole arrays, from ``(array, rank)``."""
+        return cls([array for array, _ in pairs], [-1] * len(pairs), [rank for _, rank in pairs])
 
 
-def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, OwnedChunks]:
+def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, Owners]:
     """Return `pieces` (cut at chunks, sorted) with their targets, and who owns which chunk.
 
     The holder of a largest piece owns the chunk: what need not move does not. Among equals a hash of key and chunk
     picks, so that chunks spread over the ranks and every rank knows the answer.
     """
     if not len(pieces):
-        return pieces, OwnedChunks([], [], [])
-    begin, counts = by_chunk(pieces)
+        return pieces, Owners([], [], [])
+    begin, counts = runs(pieces.array, pieces.chunk)
     sizes = pieces.sizes
     largest = np.flatnonzero(sizes == np.repeat(np.maximum.reduceat(sizes, begin), counts))
     group = np.repeat(np.arange(len(begin)), counts)[largest]
@@ -42,7 +47,7 @@ def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, 
     chunk, array = pieces.chunk[begin], pieces.array[begin]
     picked = pick_owner(key_hashes([plan.spec for plan in arrays])[array], chunk, rivals)
     owner = pieces.source[largest[np.cumsum(rivals) - rivals + picked]]
-    return attrs.evolve(pieces, target=np.repeat(owner, counts)), OwnedChunks(array, chunk, owner)
+    return attrs.evolve(pieces, target=np.repeat(owner, counts)), Owners(array, chunk, owner)
 
 
 def pick_owner(key_hash: Ints, chunk: Ints, rivals: Ints) -> Ints:
@@ -56,7 +61,7 @@ def pick_owner(key_hash: Ints, chunk: Ints, rivals: Ints) -> Ints:
     return (mix(key_hash, chunk) % rivals.astype(np.uint64)).astype(np.int64)
 
 
-def with_waves(pieces: Pieces, owned: OwnedChunks, arrays: Sequence[ArrayPlan], budget_nbytes: int) -> Pieces:
+def with_waves(pieces: Pieces, owned: Owners, arrays: Sequence[ArrayPlan], budget_nbytes: int) -> Pieces:
     """Return `pieces` with the wave in which each one moves; no rank holds more than the budget in any wave.
 
     `owned` are the chunks of all ranks, and of all arrays in `arrays`, whatever part of them `pieces` is.
@@ -66,25 +71,25 @@ def with_waves(pieces: Pieces, owned: OwnedChunks, arrays: Sequence[ArrayPlan], 
     PolicyError
         If the budget does not hold a chunk and the messages to and from it.
     """
-    nbytes = np.array([plan.chunk_nbytes for plan in arrays], np.int64)[owned.array]
+    nbytes = np.array([plan.layout.chunk_nbytes for plan in arrays], np.int64)[owned.array]
     limit = budget_nbytes // _SHARES
     if len(owned) and nbytes.max() > limit:
         plan = arrays[owned.array[np.argmax(nbytes)]]
         raise PolicyError(
             "the byte budget is too small for a chunk and the messages that fill it", plan.spec.key, None,
-            plan.spec.shape, None, f"at least {_SHARES * plan.chunk_nbytes} bytes", budget_nbytes,
+            plan.spec.shape, None, f"at least {_SHARES * plan.layout.chunk_nbytes} bytes", budget_nbytes,
             "Pass a larger budget_nbytes, or a smaller LayoutPolicy(target_chunk_nbytes=...)",
         )  # fmt: skip
-    held = np.bincount(owned.owner, nbytes) if len(owned) else np.zeros(1)
+    held = np.bincount(owned.rank, nbytes) if len(owned) else np.zeros(1)
     if held.max() <= limit:
         return pieces
     # An owner's chunks in order, cut where what came before passes a multiple of `share`: the last chunk of a wave may
     # reach beyond it, by less than the largest chunk.
     share = limit - int(nbytes.max()) + 1
-    order = np.argsort(owned.owner, kind="stable")
+    order = np.argsort(owned.rank, kind="stable")
     before = np.cumsum(nbytes[order]) - nbytes[order]
-    begin = np.flatnonzero(np.diff(owned.owner[order], prepend=-1))
-    before -= np.repeat(before[begin], np.diff(np.append(begin, len(order))))
+    begin, counts = runs(owned.rank[order])
+    before -= np.repeat(before[begin], counts)
     waves = np.zeros(len(owned), np.int64)
     waves[order] = before // share
     # Chunks are numbered through all arrays, in whose order both tables are.

@@ -3,11 +3,11 @@
 import attrs
 import numpy as np
 
-from functional_ckpt.spec.columns import Columns, Ints, ravelled, to_column
+from functional_ckpt.spec.columns import Columns, Ints, ravelled, spread, to_column, unravelled
 from functional_ckpt.spec.flat import flat_rows
 from functional_ckpt.spec.table import ShardTable
 
-__all__ = ["Pieces", "by_chunk", "chunk_spans", "cut_at_chunks", "pieces_of", "row_order"]
+__all__ = ["Pieces", "cut_at_chunks", "pieces_of", "row_order"]
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +32,12 @@ class Pieces(Columns):
     target: Ints = attrs.field(converter=to_column)
     wave: Ints = attrs.field(converter=to_column)
 
+    @classmethod
+    def uncut(cls, array: Ints, start: Ints, stop: Ints, source: Ints, shard: Ints, run: Ints) -> "Pieces":
+        """Return whole fragments, which go straight to storage from where they are."""
+        nothing = np.zeros(len(array), np.int64)
+        return cls(array, nothing - 1, start, stop, start, stop, source, shard, run, source, nothing)
+
     @property
     def sizes(self) -> Ints:
         """Elements of each region."""
@@ -40,7 +46,7 @@ class Pieces(Columns):
 
 
 def pieces_of(table: ShardTable, writers: Ints) -> Pieces:
-    """Return the fragments of the chosen rows of `table`, sorted by array and region.
+    """Return the fragments of the chosen rows of `table`, which are sorted by array and region, and so are they.
 
     Examples
     --------
@@ -52,40 +58,17 @@ def pieces_of(table: ShardTable, writers: Ints) -> Pieces:
     """
     rows = table.rows.take(writers)
     extents = rows.stop - rows.start
-    run = np.zeros(len(rows), np.int64)
-    start, stop = rows.start, rows.stop
-    if np.any((rows.low > 0) | (rows.high < extents.prod(axis=1))):
-        row, first, last, run = flat_rows(extents, rows.low, rows.high)
-        rows = rows.take(row)
-        start, stop = rows.start + first, rows.start + last
-    chunk = np.full(len(rows), -1)
-    pieces = Pieces(
-        rows.array, chunk, start, stop, start, stop, rows.rank, rows.shard, run, rows.rank, np.zeros(len(rows))
-    )
+    if np.all((rows.low == 0) & (rows.high == extents.prod(axis=1))):
+        return Pieces.uncut(rows.array, rows.start, rows.stop, rows.rank, rows.shard, np.zeros(len(rows), np.int64))
+    row, first, last, run = flat_rows(extents, rows.low, rows.high)
+    rows = rows.take(row)
+    pieces = Pieces.uncut(rows.array, rows.start + first, rows.start + last, rows.rank, rows.shard, run)
     return pieces.take(row_order(pieces, table.shapes))
 
 
 def row_order(pieces: Pieces, shapes: Ints) -> Ints:
     """Return the order of rows by array, chunk and region."""
     return np.lexsort((ravelled(pieces.start, shapes[pieces.array]), pieces.chunk, pieces.array))
-
-
-def chunk_spans(pieces: Pieces, chunks: Ints) -> tuple[Ints, Ints]:
-    """Return along each axis the first chunk that a region touches, and how many it touches.
-
-    `chunks` are the chunk shapes of the arrays, as rows.
-    """
-    extent = chunks[pieces.array]
-    first = pieces.start // extent
-    return first, np.where(pieces.stop > pieces.start, -(-pieces.stop // extent) - first, 0)
-
-
-def by_chunk(pieces: Pieces) -> tuple[Ints, Ints]:
-    """Return where the rows of each chunk begin, and how many they are; rows are sorted by array and chunk."""
-    is_first = np.ones(len(pieces), bool)
-    is_first[1:] = (np.diff(pieces.array) != 0) | (np.diff(pieces.chunk) != 0)
-    begin = np.flatnonzero(is_first)
-    return begin, np.diff(np.append(begin, len(pieces)))
 
 
 def cut_at_chunks(pieces: Pieces, shapes: Ints, chunks: Ints) -> Pieces:
@@ -100,14 +83,11 @@ def cut_at_chunks(pieces: Pieces, shapes: Ints, chunks: Ints) -> Pieces:
     >>> cut.chunk.tolist(), cut.stop.tolist()
     ([0, 1], [[3], [4]])
     """
-    first, counts = chunk_spans(pieces, chunks)
-    total = counts.prod(axis=1)
-    row = np.repeat(np.arange(len(pieces)), total)
-    rest = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
-    index = first[row]
-    for axis in range(index.shape[1] - 1, -1, -1):
-        rest, step = np.divmod(rest, counts[row, axis])
-        index[:, axis] += step
+    extent = chunks[pieces.array]
+    first = pieces.start // extent
+    counts = np.where(pieces.stop > pieces.start, -(-pieces.stop // extent) - first, 0)
+    row, within = spread(counts.prod(axis=1))
+    index = first[row] + unravelled(within, counts[row])
     cut = pieces.take(row)
     extent, shape = chunks[cut.array], shapes[cut.array]
     begin = index * extent

@@ -7,7 +7,7 @@ sorted by (replica id, rank), so that writing spreads over the ranks and every r
 import numpy as np
 
 from functional_ckpt.errors import ReplicaError
-from functional_ckpt.spec.columns import Ints, mix, ravelled
+from functional_ckpt.spec.columns import Ints, mix, ravelled, runs
 from functional_ckpt.spec.table import ShardTable, key_hashes
 
 __all__ = ["choose_writers", "elected"]
@@ -59,14 +59,13 @@ def _copies(table: ShardTable) -> tuple[Ints, Ints]:
     live = np.flatnonzero(rows.high > rows.low)
     cells = table.cells[live]
     order = np.argsort(cells, kind="stable")
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = np.diff(cells[order]) != 0
-    if not is_first.all():
+    begin, _ = runs(cells[order])
+    if len(begin) < len(order):
         last = ravelled(rows.stop[live] - 1, table.shapes[rows.array[live]])
         shard = (rows.high[live], rows.low[live], last, cells)
         order = np.lexsort((rows.replica[live], *shard))
-        is_first[1:] = np.any([np.diff(part[order]) != 0 for part in shard], axis=0)
-    return live[order], np.flatnonzero(is_first)
+        begin, _ = runs(*(part[order] for part in shard))
+    return live[order], begin
 
 
 def _problem(table: ShardTable, copies: Ints) -> ReplicaError:

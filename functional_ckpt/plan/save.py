@@ -8,17 +8,17 @@ import numpy as np
 from functional_ckpt.errors import LayoutError, ProblemError, ReplicaError, raise_problems
 from functional_ckpt.plan.check import check_conflicts, check_cover
 from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
-from functional_ckpt.plan.owner import choose_owners, with_waves
-from functional_ckpt.plan.pieces import Pieces, by_chunk, cut_at_chunks, pieces_of, row_order
+from functional_ckpt.plan.owner import Owners, choose_owners, with_waves
+from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, pieces_of, row_order
 from functional_ckpt.plan.replica import choose_writers
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.columns import Columns, Ints, to_column
+from functional_ckpt.spec.columns import Ints, runs
 from functional_ckpt.spec.sharding import Fragment, World
-from functional_ckpt.spec.table import ShardTable, padded_shapes, unpadded
+from functional_ckpt.spec.table import ShardTable, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
 
-__all__ = ["ArrayWrite", "Header", "Move", "Owners", "SavePlan", "SharedDigest", "plan_save", "restrict"]
+__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "plan_save", "restrict"]
 
 GIB = 2**30
 
@@ -66,15 +66,6 @@ class Move:
     wave: int
     shard: int | None
     fragment: Fragment | None
-
-
-@attrs.frozen(eq=False)
-class Owners(Columns):
-    """Rank `rank` does something for chunk number `chunk` of array number `array`, or for the array (-1)."""
-
-    array: Ints = attrs.field(converter=to_column)
-    chunk: Ints = attrs.field(converter=to_column)
-    rank: Ints = attrs.field(converter=to_column)
 
 
 @attrs.frozen
@@ -206,12 +197,16 @@ def assembled(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, b
     moved = with_waves(moved, owned, arrays, budget_nbytes)
     pieces = Pieces.joined([fragments.take(~is_owned), moved])
     pieces = pieces.take(row_order(pieces, shapes)) if len(moved) else pieces
-    is_first = np.ones(len(pieces), bool)
-    is_first[1:] = np.diff(pieces.array) != 0
-    begun = Owners(pieces.array[is_first], np.full(is_first.sum(), -1), pieces.target[is_first])
-    headers = Owners.joined([begun, empty])
+    begin, _ = runs(pieces.array)
+    begun = Owners(pieces.array[begin], np.full(len(begin), -1), pieces.target[begin])
     shared = cut_at_chunks(fragments.take((rungs == "shared")[fragments.array]), shapes, chunks)
-    return SavePlan(arrays, pieces, headers.take(np.argsort(headers.array, kind="stable")), _shared_digests(shared))
+    return SavePlan(arrays, pieces, by_array(begun, empty), _shared_digests(shared))
+
+
+def by_array(*owners: Owners) -> Owners:
+    """Return the rows of all `owners`, sorted by array."""
+    rows = Owners.joined(owners)
+    return rows.take(np.argsort(rows.array, kind="stable"))
 
 
 def padded_chunks(arrays: Sequence[ArrayPlan], ndim: int) -> Ints:
@@ -244,7 +239,7 @@ def restrict(plan: SavePlan, rank: int) -> SavePlan:
     digests = plan.digest_rows.take(plan.digest_rows.rank == rank)
     kept = np.unique(np.concatenate([pieces.array, headers.array, digests.array]))
     arrays = tuple(plan.arrays[number] for number in kept.tolist())
-    ndim = max((len(array.spec.shape) for array in arrays), default=1) or 1
+    ndim = widest(array.spec for array in arrays)
     foreign = pieces.source != rank
     blank = foreign[:, None]
     return SavePlan(
@@ -290,7 +285,7 @@ def _holders_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[Proble
         else:
             ranks = np.unique(rows.rank[mine]).tolist()
             problems.append(ReplicaError("an empty array has no main replica", spec.key, tuple(ranks), spec.shape))
-    return Owners([number for number, _ in held], [-1] * len(held), [rank for _, rank in held]), problems
+    return Owners.of_arrays(held), problems
 
 
 def _array_plans(
@@ -318,7 +313,7 @@ def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
     shapes = padded_shapes(specs, pieces.start.shape[1])
     faces = np.zeros_like(shapes)
     if len(pieces):
-        begin = np.flatnonzero(np.diff(pieces.array, prepend=-1))
+        begin, _ = runs(pieces.array)
         stop = np.where(pieces.stop < shapes[pieces.array], pieces.stop, 0)
         both = np.gcd(pieces.start, stop)
         faces[pieces.array[begin]] = np.gcd.reduceat(both, begin, axis=0)
@@ -327,6 +322,6 @@ def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
 
 def _shared_digests(pieces: Pieces) -> Owners:
     """Return the chunks in several pieces, each digested by whoever writes its first cell."""
-    begin, counts = by_chunk(pieces)
+    begin, counts = runs(pieces.array, pieces.chunk)
     shared = begin[counts > 1]
     return Owners(pieces.array[shared], pieces.chunk[shared], pieces.source[shared])

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "Ints", "mix", "ravelled", "to_column"]
+__all__ = ["Columns", "Ints", "mix", "ravelled", "runs", "spread", "to_column", "unravelled"]
 
 Ints = NDArray[np.int64]
 
@@ -48,7 +48,11 @@ class Columns:
         return all(map(np.array_equal, self._columns, other._columns))
 
     def __hash__(self) -> int:
-        return hash(tuple(column.tobytes() for column in self._columns))
+        return hash(self.column_bytes())
+
+    def column_bytes(self) -> tuple[bytes, ...]:
+        """Return the memory of each column, in the order of the fields."""
+        return tuple(column.tobytes() for column in self._columns)
 
     def take(self, rows: Any) -> Self:
         """Return the chosen rows: a mask, or their numbers."""
@@ -72,6 +76,46 @@ def ravelled(index: Ints, shape: Ints) -> Ints:
     for axis in range(index.shape[1]):
         flat = flat * shape[:, axis] + index[:, axis]
     return flat
+
+
+def unravelled(flat: Ints, shape: Ints) -> Ints:
+    """Return the index of each row-major number in the matching row of `shape`; the inverse of `ravelled`.
+
+    Examples
+    --------
+    >>> unravelled(np.array([5]), np.array([[4, 3]]))
+    array([[1, 2]])
+    """
+    index = np.zeros_like(shape)
+    for axis in range(shape.shape[1] - 1, -1, -1):
+        flat, index[:, axis] = np.divmod(flat, shape[:, axis])
+    return index
+
+
+def runs(*columns: Ints) -> tuple[Ints, Ints]:
+    """Return where runs of equal rows begin, and how long they are.
+
+    Examples
+    --------
+    >>> runs(np.array([7, 7, 7, 8]), np.array([0, 0, 1, 1]))
+    (array([0, 2, 3]), array([2, 1, 1]))
+    """
+    is_first = np.ones(len(columns[0]), bool)
+    is_first[1:] = np.any([np.diff(column) != 0 for column in columns], axis=0)
+    begin = np.flatnonzero(is_first)
+    return begin, np.diff(np.append(begin, len(is_first)))
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Return each row's number as often as `counts` says, and beside it 0, 1, 2, ... within the row.
+
+    Examples
+    --------
+    >>> spread(np.array([2, 0, 1]))
+    (array([0, 0, 2]), array([0, 1, 0]))
+    """
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def mix(*words: Ints) -> NDArray[np.uint64]:

@@ -67,12 +67,8 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the place of `rank`, or None if it is not on the mesh."""
-        place = self._places.get(rank)
+        place = _places(self).get(rank)
         return None if place is None else tuple(int(i) for i in np.unravel_index(place, self.shape))
-
-    @property
-    def _places(self) -> dict[int, int]:
-        return _places(self)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """`ShardTable`: the shards of many ranks as columns of integers, which is what planning computes with."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from zlib import crc32
 
@@ -13,7 +13,7 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Columns, Ints, ravelled, to_column
 from functional_ckpt.spec.sharding import ShardSpec, World
 
-__all__ = ["Conflict", "ShardRows", "ShardTable", "key_hashes", "padded", "padded_shapes", "unpadded"]
+__all__ = ["Conflict", "ShardRows", "ShardTable", "key_hashes", "padded", "padded_shapes", "unpadded", "widest"]
 
 #: Cells are numbered through all arrays; more do not fit into the numbers, or onto any disk.
 _MAX_CELLS = 2**62
@@ -72,7 +72,7 @@ class ShardTable:
         numbers = {spec: number for number, spec in enumerate(arrays)}
         replicas = tuple(sorted({shard.replica_id for shard in shards}))
         places = {replica: number for number, replica in enumerate(replicas)}
-        ndim = _ndim(arrays)
+        ndim = widest(arrays)
         flats = [shard.identity[1] for shard in shards]
         rows = ShardRows(
             [numbers[shard.array] for shard in shards],
@@ -121,7 +121,7 @@ class ShardTable:
         numbers = {spec: number for number, spec in enumerate(arrays)}
         replicas = tuple(sorted({replica for table in tables for replica in table.replicas}))
         places = {replica: number for number, replica in enumerate(replicas)}
-        ndim = _ndim(arrays)
+        ndim = widest(arrays)
         maps = {key: _ints([numbers.get(spec, -1) for spec in specs]) for key, (_, specs) in distinct.items()}
         parts = [
             attrs.evolve(
@@ -144,7 +144,7 @@ class ShardTable:
         kept = np.array([spec.key not in keys for spec in self.arrays], bool)
         rows = self.rows.take(kept[self.rows.array])
         arrays = tuple(spec for spec, is_kept in zip(self.arrays, kept.tolist(), strict=True) if is_kept)
-        ndim = _ndim(arrays)
+        ndim = widest(arrays)
         return ShardTable(arrays, self.replicas, attrs.evolve(
             rows, array=(np.cumsum(kept) - 1)[rows.array],
             start=_widened(rows.start, ndim, 0), stop=_widened(rows.stop, ndim, 1),
@@ -204,7 +204,18 @@ def padded_shapes(arrays: Sequence[ArraySpec], ndim: int | None = None) -> Ints:
     >>> padded_shapes([ArraySpec("b", (), "int8"), ArraySpec("w", (5, 6), "int8")]).tolist()
     [[1, 1], [5, 6]]
     """
-    return padded([spec.shape for spec in arrays], _ndim(arrays) if ndim is None else ndim, 1)
+    return padded([spec.shape for spec in arrays], widest(arrays) if ndim is None else ndim, 1)
+
+
+def widest(arrays: Iterable[ArraySpec]) -> int:
+    """Return the number of axes of the array with most of them, at least 1: the width of rows for all.
+
+    Examples
+    --------
+    >>> widest([ArraySpec("b", (), "int8")]), widest([ArraySpec("w", (5, 6), "int8")])
+    (1, 2)
+    """
+    return max((len(spec.shape) for spec in arrays), default=1) or 1
 
 
 def unpadded(start: Ints, stop: Ints, ndim: int) -> Box:
@@ -217,10 +228,6 @@ def unpadded(start: Ints, stop: Ints, ndim: int) -> Box:
     """
     front = len(start) - ndim
     return Box(tuple(start[front:].tolist()), tuple(stop[front:].tolist()))
-
-
-def _ndim(arrays: Sequence[ArraySpec]) -> int:
-    return max((len(spec.shape) for spec in arrays), default=1) or 1
 
 
 def _ints(values: Sequence[object]) -> Ints:

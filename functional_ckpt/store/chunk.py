@@ -1,7 +1,5 @@
 """One chunk of an array: whether it is there, its bytes, its digest, and writing it whole."""
 
-from functools import lru_cache
-from math import prod
 from operator import mul
 
 import attrs
@@ -31,7 +29,6 @@ __all__ = [
     "SMALL_CHUNK_NBYTES",
     "check_chunk",
     "check_digest",
-    "chunk_nbytes",
     "create_chunk",
     "read_chunk",
     "write_chunk",
@@ -49,7 +46,7 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
         found = store.nbytes_of(f"{node_name(entry.spec.key)}/{name}")
     except StorageError as error:
         return attrs.evolve(error, key=entry.spec.key, chunk=name)
-    expected = chunk_nbytes(entry.layout)
+    expected = entry.layout.chunk_nbytes
     if found is None or (is_raw(entry.layout) and found != expected):
         what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
         offset = entry.grid.box(index).start
@@ -78,10 +75,10 @@ def read_chunk(
         name = f"{node_name(spec.key)}/{chunk_name(index)}"
         data = store.read(name) if copied else None
         mapped = data if data is not None else store.map(name, _byte_ranges(spec, layout, part))
-        if len(mapped) != chunk_nbytes(layout):
+        if len(mapped) != layout.chunk_nbytes:
             raise CorruptionError(
                 "a stored chunk has a wrong size", spec.key, None, spec.shape, tuple(map(mul, index, layout.chunk)),
-                f"{chunk_nbytes(layout)} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
+                f"{layout.chunk_nbytes} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
             )  # fmt: skip
         whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
         ends = zip(spec.shape, index, layout.chunk, strict=True)
@@ -112,7 +109,7 @@ def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values:
 
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
     """Write a whole plain chunk and return its digest."""
-    nbytes = chunk_nbytes(layout)
+    nbytes = layout.chunk_nbytes
     if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks whole; the cells outside are zero
         padded = np.zeros(layout.chunk, values.dtype)
         padded[tuple(slice(0, n) for n in values.shape)] = values
@@ -139,21 +136,9 @@ def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def chunk_nbytes(layout: Layout) -> int:
-    """Return the bytes of one chunk.
-
-    Examples
-    --------
-    >>> chunk_nbytes(Layout("exclusive", (4, 2), (), "float32"))
-    32
-    """
-    return prod(layout.chunk) * numpy_dtype(layout.stored).itemsize
-
-
 def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> None:
     """Raise `CorruptionError` unless a chunk can be decoded: TensorStore aborts the process where memory is lacking."""
-    nbytes = chunk_nbytes(layout)
+    nbytes = layout.chunk_nbytes
     try:
         np.empty(2 * nbytes, np.uint8)  # decoded, and as the result; never touched
     except (MemoryError, ValueError, OverflowError):

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from functional_ckpt.plan.layout import ArrayPlan, Layout
+from functional_ckpt.plan.layout import Layout
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.store.assemble import joined_bytes
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_digest, chunk_nbytes, read_chunk
+from functional_ckpt.store.chunk import check_digest, read_chunk
 from functional_ckpt.store.encoding import Array, digest
 from functional_ckpt.store.exchange import Exchange, Message, Traffic, deliver
 from functional_ckpt.store.wave import Wave, waves_of
@@ -35,7 +35,7 @@ def read_and_distribute(
     `pieces` are this rank's: with it as source (then they go to `buffers`) or as target. What fails here, or has failed
     before with `failure`, does not keep the others waiting; it is raised when all waves are through.
     """
-    arrays = [ArrayPlan(entry.spec, entry.layout) for entry in entries]
+    arrays = [entry.plan for entry in entries]
     traffic = Traffic()
     for wave in waves_of(pieces, arrays, exchange.rank):
         chunks = _Chunks(wave, entries, buffers)
@@ -62,7 +62,7 @@ def nbytes_read(layouts: Sequence[Layout], pieces: Pieces, rank: int) -> int:
     """
     mine = pieces.target == rank
     places = set(zip(pieces.array[mine].tolist(), pieces.chunk[mine].tolist(), strict=True))
-    return sum(chunk_nbytes(layouts[array]) for array, _ in places)
+    return sum(layouts[array].chunk_nbytes for array, _ in places)
 
 
 class _Chunks:
@@ -83,7 +83,7 @@ class _Chunks:
         rows = [*self.wave.here, *(row for foreign in self.wave.foreign.values() for row in foreign)]
         wanted = dict.fromkeys((self.wave.rows[row].array, self.wave.rows[row].chunk) for row in rows)
         work = [
-            Work(chunk_nbytes(self.entries[array].layout), partial(self._read, store, verify, array, chunk), 0)
+            Work(self.entries[array].layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), 0)
             for array, chunk in wanted
         ]
         found: Any = run_all(work, budget_nbytes, on_bytes)

@@ -28,7 +28,6 @@ from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
     SMALL_CHUNK_NBYTES,
     check_digest,
-    chunk_nbytes,
     read_chunk,
     write_chunk,
     write_header,
@@ -91,7 +90,7 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         return number, chunk, digest(read_chunk(store, array.spec, array.layout, array.grid.index(chunk)))
 
     rows = zip(plan.digest_rows.array.tolist(), plan.digest_rows.chunk.tolist(), strict=True)
-    sizes = [chunk_nbytes(array.layout) for array in plan.arrays]
+    sizes = [array.layout.chunk_nbytes for array in plan.arrays]
     work = [Work(sizes[number], partial(digested, number, chunk), sizes[number]) for number, chunk in rows]
     keys = tuple(array.spec.key for array in plan.arrays)
     return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes))), 0, Traffic())
@@ -135,7 +134,7 @@ class _Source:
         if nbytes < SMALL_NBYTES:
             return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
         # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
-        held, itemsize = chunk_nbytes(self.array.layout), self.array.spec.itemsize
+        held, itemsize = self.array.layout.chunk_nbytes, self.array.spec.itemsize
         first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
         return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
 
@@ -228,7 +227,7 @@ def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, v
     if nbytes < SMALL_NBYTES and is_raw(entry.layout):
         return [Work(nbytes, partial(fill, pieces), nbytes)]
     # Read in place or from a map, unless a codec has to be undone or all of a chunk is to be digested.
-    held = chunk_nbytes(entry.layout)
+    held = entry.layout.chunk_nbytes
     return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]
 
 
@@ -251,7 +250,7 @@ def _read_piece(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> 
     start = tuple(map(mul, piece.index, entry.layout.chunk))
     region = region_of(start, piece.box.start, piece.box.stop)
     # A small chunk costs no more to read than a piece of it.
-    small = is_raw(entry.layout) and chunk_nbytes(entry.layout) <= SMALL_CHUNK_NBYTES
+    small = is_raw(entry.layout) and entry.layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
     all_of_it = verify == "full" or piece.whole or small
     part = None if all_of_it else piece.box.relative_to(entry.grid.box(piece.index))
     values = read_chunk(store, entry.spec, entry.layout, piece.index, part, small)

@@ -10,6 +10,7 @@ import numpy as np
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.columns import runs
 from functional_ckpt.store.buffer import Buffer, region_of
 from functional_ckpt.store.encoding import Array, numpy_dtype
 
@@ -20,8 +21,8 @@ def waves_of(pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> Iterator
     """Yield the waves of the pieces that move, as `rank` sees them, in order."""
     rows = pieces.take(pieces.chunk >= 0)
     order = np.argsort(rows.wave, kind="stable")
-    begin = np.flatnonzero(np.diff(rows.wave[order], prepend=-1)).tolist()
-    for low, high in pairwise([*begin, len(order)]):
+    begin, _ = runs(rows.wave[order])
+    for low, high in pairwise([*begin.tolist(), len(order)]):
         yield Wave.of(rows.take(order[low:high]), arrays, rank)
 
 
