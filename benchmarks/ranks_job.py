@@ -57,16 +57,16 @@ def measure_times(place: Place, work: Work, rounds: int) -> Times:
     loads: dict[str, Callable[[], object]] = {}
     first: dict[str, list[Sample]] = {}
     for one in libraries:
-        path, sample = _timed_save(one, state, place)
+        path, sample = timed_save(one, state, place)
         first[one.name] = [sample]
         loads[one.name] = partial(one.load, into, path)
         prove(loads[one.name], into, work.tensors(), ROWS, one.name)
     times = Times(first, {one.name: [] for one in libraries}, {one.name: [] for one in libraries})
     for number in range(rounds):
         for one in rotated(libraries, number):
-            path, sample = _timed_save(one, state, place)
+            path, sample = timed_save(one, state, place)
             times.saves[one.name].append(sample)
-            if sample.left is not None:
+            if sample.left is not None:  # on rank 0
                 place.discard(path, sample.left.files)
         for one in rotated(libraries, number):
             times.loads[one.name].append(timed_by_all(loads[one.name]))
@@ -85,9 +85,9 @@ def measure_peaks(place: Place, name: str, nbytes: int, budget_nbytes: int) -> t
     return peaks[0], peaks[1]
 
 
-def _timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample]:
+def timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample]:
     """Save to a fresh path; rank 0 also measures what was left there."""
-    path = _fresh_path(place)
+    path = fresh_path(place)
     if dist.get_rank() == 0:
         place.settle()
     sample = timed_by_all(partial(one.save, state, path))
@@ -95,7 +95,7 @@ def _timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample
 
 
 def _run_once(save: Callable[[DState, Path], object], state: DState, place: Place) -> None:
-    path = _fresh_path(place)
+    path = fresh_path(place)
     save(state, path)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -108,7 +108,7 @@ def _peak(run: Callable[[], object], state: DState) -> Peak:
     return max(peaks, key=lambda peak: peak.extra_nbytes)
 
 
-def _fresh_path(place: Place) -> Path:
+def fresh_path(place: Place) -> Path:
     return Path(gathered(str(place.fresh_path()) if dist.get_rank() == 0 else None)[0])
 
 
