@@ -21,6 +21,8 @@ from functional_ckpt.testing.simulate import SimulatedGather, run_ranks
 from property_tests.test_roundtrip import directory, joined, load_world, tree_bytes, trees
 
 RUNGS = st.sampled_from(["owned", "exclusive", "shared"])
+# Each example saves and loads several times.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 @attrs.frozen
@@ -85,6 +87,7 @@ def described(plan):
     return f"rungs: {rungs}, waves: {min(3, len(waves_that_move(plan)))}"
 
 
+@FEWER
 @given(moves(), RUNGS)
 def test_what_one_world_writes_any_other_reads(case, rung):
     source, target, arrays, policy = case
@@ -123,6 +126,7 @@ def test_the_cases_reach_several_waves_of_real_moves(kind):
     assert find(moves(), is_one, settings=budget, random=Random(0))
 
 
+@FEWER
 @given(moves(), RUNGS, st.data())
 def test_what_lands_on_disk_does_not_know_the_ranks_names(case, rung, data):
     source, _, arrays, policy = case
@@ -195,6 +199,7 @@ def test_the_smallest_budget_that_works_is_named_and_works(case):
     assert smallest == 3 * owned[caught.value.key] == 3 * max(owned.values())
 
 
+@FEWER
 @given(moves())
 def test_a_save_sends_the_messages_of_its_plan(case):
     source, _, arrays, policy = case
@@ -222,6 +227,7 @@ def written_by(plan, rank):
     return sum(box.size * itemsizes[key] for key, box in boxes)
 
 
+@FEWER
 @given(moves())
 def test_storage_sees_whole_chunks_and_one_metadata_file_per_array(case):
     source, _, arrays, policy = case
