@@ -1,4 +1,4 @@
-"""What each rank does for `benchmarks.ranks`: timed saves and loads, and the peak memory of a save."""
+"""What each rank does for `benchmarks.ranks`: timed saves and loads, and the peak memory of each."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from benchmarks.rss import peak_extra_nbytes
 from benchmarks.sharded import DState, Library, Tensors, all_ranks, library, local_tensors, prove, sharded
 from benchmarks.state import MIB, large_tensors, small_tensors
 
-ROWS = 0
+ROWS, COLUMNS = 0, 1
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ class Times:
 
 @attrs.frozen
 class Peak:
-    """Bytes that a save added at most on the rank where it added most, and the bytes of that rank's own state."""
+    """Bytes that a call added at most on the rank where it added most, and the bytes of that rank's own state."""
 
     extra_nbytes: int
     state_nbytes: int
@@ -73,16 +73,22 @@ def measure_times(place: Place, work: Work, rounds: int) -> Times:
     return times
 
 
-def measure_peaks(place: Place, name: str, nbytes: int, budget_nbytes: int) -> tuple[Peak, Peak]:
-    """Return the peaks of a save and of an asynchronous save in processes that have saved a small state before."""
+def measure_peaks(place: Place, name: str, nbytes: int, budget_nbytes: int) -> tuple[Peak, Peak, Peak]:
+    """Return the peaks of a save, of an asynchronous save and of a load that reshards rows to columns.
+
+    The processes have done the same with a small state before. What is loaded into is there before the load.
+    """
     one = library(name, budget_nbytes)
-    warm = sharded(all_ranks(), large_tensors(16 * MIB), ROWS)
-    state = sharded(all_ranks(), large_tensors(nbytes), ROWS)
+    warm, state = (sharded(all_ranks(), large_tensors(size), ROWS) for size in (16 * MIB, nbytes))
     peaks = []
     for save in (one.save, one.save_async):
         _run_once(save, warm, place)
         peaks.append(_peak(partial(_run_once, save, state, place), state))
-    return peaks[0], peaks[1]
+    columns = [sharded(all_ranks(), large_tensors(size), COLUMNS) for size in (16 * MIB, nbytes)]
+    for saved, into in zip((warm, state), columns, strict=True):
+        path, _ = timed_save(one, saved, place)
+        peak = _peak(partial(one.load, into, path), into)
+    return peaks[0], peaks[1], peak
 
 
 def timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample]:
