@@ -27,7 +27,7 @@ from benchmarks.competitors import DCP, OURS
 from benchmarks.group import run_ranks, timed_by_all
 from benchmarks.measure import Samples, ratio, rotated
 from benchmarks.place import Place, default_directories, scratch_place
-from benchmarks.ranks_job import Work, timed_save
+from benchmarks.ranks_job import Work, timed_save, timed_saves
 from benchmarks.sharded import DState, Library, all_ranks, library, prove, sharded
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, new_table, time_cells
@@ -92,11 +92,7 @@ def measure(place: Place, work: Work, rounds: int) -> Times:
         prove(lambda one=one: one.load(rows, paths[one.name]), rows, work.tensors(), ROWS, one.name)
     times = Times(*({one.name: [] for one in everyone} for _ in range(3)))
     for number in range(rounds):
-        for one in rotated(everyone, number):
-            path, sample = timed_save(one, state, place)
-            times.saves[one.name].append(sample)
-            if sample.left is not None:  # on rank 0
-                place.discard(path, sample.left.files)
+        timed_saves(rotated(everyone, number), state, place, times.saves)
         for one in rotated(everyone, number):
             path = paths[one.name]
             times.loads[one.name].append(timed_by_all(lambda one=one, path=path: one.load(rows, path)))

@@ -1,6 +1,6 @@
 """What each rank does for `benchmarks.ranks`: timed saves and loads, and the peak memory of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -63,11 +63,7 @@ def measure_times(place: Place, work: Work, rounds: int) -> Times:
         prove(loads[one.name], into, work.tensors(), ROWS, one.name)
     times = Times(first, {one.name: [] for one in libraries}, {one.name: [] for one in libraries})
     for number in range(rounds):
-        for one in rotated(libraries, number):
-            path, sample = timed_save(one, state, place)
-            times.saves[one.name].append(sample)
-            if sample.left is not None:  # on rank 0
-                place.discard(path, sample.left.files)
+        timed_saves(rotated(libraries, number), state, place, times.saves)
         for one in rotated(libraries, number):
             times.loads[one.name].append(timed_by_all(loads[one.name]))
     return times
@@ -89,6 +85,15 @@ def measure_peaks(place: Place, name: str, nbytes: int, budget_nbytes: int) -> t
         path, _ = timed_save(one, saved, place)
         peak = _peak(partial(one.load, into, path), into)
     return peaks[0], peaks[1], peak
+
+
+def timed_saves(libraries: Sequence[Library], state: DState, place: Place, samples: Samples) -> None:
+    """Save by each library to a fresh path that does not stay, and add the samples."""
+    for one in libraries:
+        path, sample = timed_save(one, state, place)
+        samples[one.name].append(sample)
+        if sample.left is not None:  # on rank 0
+            place.discard(path, sample.left.files)
 
 
 def timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample]:
