@@ -21,7 +21,8 @@ from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.policy import LoadPolicy
-from functional_ckpt.spec.array import can_cast
+from functional_ckpt.spec.array import ArraySpec, can_cast
+from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, fragments
 from functional_ckpt.torch.dcp import (
     DefaultLoadPlanner,
@@ -49,7 +50,7 @@ __all__ = ["StrictLoadPlanner", "StrictSavePlanner", "global_save_plan", "load_p
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
     """Return DCP's plan for a rank that holds `shards`, and an object under each key of `objects`.
 
-    A flat shard becomes one item per box that it is made of.
+    A flat shard becomes one item per box that it is made of. An array without elements becomes one item too.
 
     Examples
     --------
@@ -59,13 +60,14 @@ def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) ->
     >>> [item.index for item in local_save_plan([ShardSpec(w, Box((2, 0), (4, 2)))], ["step"]).items]
     [MetadataIndex(fqn='w', offset=torch.Size([2, 0]), index=0), MetadataIndex(fqn='step', offset=None, index=None)]
     """
-    counts: dict[str, int] = {}
-    items: list[WriteItem] = []
+    boxes: dict[ArraySpec, list[Box]] = {}
     for shard in shards:
-        for fragment in fragments(shard):
-            number = counts[shard.key] = counts.get(shard.key, -1) + 1
-            dtype = TORCH_DTYPES[shard.array.dtype]
-            items.append(write_item(shard.key, fragment.box, shard.array.shape, dtype, number))
+        boxes.setdefault(shard.array, []).extend(fragment.box for fragment in fragments(shard))
+    items = [
+        write_item(array.key, box, array.shape, TORCH_DTYPES[array.dtype], number)
+        for array, found in boxes.items()
+        for number, box in enumerate(found if array.nbytes else [array.box])
+    ]
     return SavePlan([*items, *map(byte_item, objects)])
 
 

@@ -67,10 +67,8 @@ class Resolver:
     def _asked(self, item: WriteItem) -> HeldArray:
         key, data = item.index.fqn, self.data(item)
         if not isinstance(data, torch.Tensor):
-            raise UnsupportedLeafError(
-                "the planner gives no tensor", item.index.fqn, self.rank, found=type(data).__name__
-            )
-        return TORCH_LEAVES.hold(item.index.fqn, data.detach(), self.rank)
+            raise UnsupportedLeafError("the planner gives no tensor", key, self.rank, found=type(data).__name__)
+        return TORCH_LEAVES.hold(key, data.detach(), self.rank)
 
 
 @attrs.frozen(eq=False)
