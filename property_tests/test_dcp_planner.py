@@ -163,7 +163,7 @@ class Wanted:
 @given(resharded(), fst.policies())
 def test_what_any_plan_writes_any_plan_reads(case, policy):
     array, spec, source, target = case
-    path = written(array, spec, source, attrs.evolve(policy, object_codec="torch"))
+    path = written(array, spec, source, attrs.evolve(policy, object_codec="torch", commit="auto"))
     reader = ZarrStorageReader(path)
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata[spec.key]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch.distributed as dist
 
 from functional_ckpt.capture import Captured
@@ -36,7 +37,9 @@ from functional_ckpt.torch.dcp import (
     WriteResult,
     done,
     is_bytes,
+    planned,
     stamp,
+    with_planner_data,
     with_storage_data,
     write_result,
 )
@@ -164,16 +167,15 @@ class ZarrStorageWriter(StorageWriter):
             raise SpecError("there is nothing to publish here", remedy="Leave coordinator_rank=0")
         written = self._writing.result()
 
-        def check() -> None:
+        def checked() -> Written:
             raise_problems(_unwritten(metadata, results, written.manifest))
+            return attrs.evolve(written, manifest=with_planner_data(written.manifest, metadata.planner_data))
 
         try:
             if self._with_collectives:
-                check()
-                publish_alone(written)
+                publish_alone(checked())
             else:
-                agree(written.prepared.gather, check)
-                publish_written(written)
+                publish_written(agree(written.prepared.gather, checked))
         except BaseException:
             self._drop()
             raise
@@ -236,11 +238,11 @@ def _nbytes(item: WriteItem, spec: ArraySpec | None) -> int:
 
 
 def _unwritten(metadata: Metadata, results: list[list[WriteResult]], manifest: Manifest) -> list[ProblemError]:
-    """Return a problem for each key that DCP has planned and some step has lost."""
-    reported = {result.index.fqn for each in results for result in each}
+    """Return a problem for each item that DCP has planned and some step has lost."""
+    reported = {(result.index.fqn, result.index.offset) for each in results for result in each}
     stored = {*manifest.by_key, *(value.key for value in manifest.values)}
     return [
-        GapError("a planned item was not written", key)
-        for key in metadata.state_dict_metadata
-        if key not in stored or key not in reported
+        GapError("a planned item was not written", key, None, None, offset)
+        for key, offset in planned(metadata)
+        if key not in stored or (key, offset) not in reported
     ]
