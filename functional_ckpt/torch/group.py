@@ -90,8 +90,17 @@ def _link(parent: Any, rank: int, members: tuple[int, ...], timeout_s: float, pu
     if (timeout_s, purpose) not in links:
         # Named by their order, which is that of the calls on every rank, so that ranks with other timeouts meet too.
         name = f"{purpose}/{sum(known == purpose for _, known in links)}"
-        links[timeout_s, purpose] = Link(parent.get_group_store(), rank, members, timeout_s, name)
+        links[timeout_s, purpose] = Link(_store_of(parent), rank, members, timeout_s, name)
     return links[timeout_s, purpose]
+
+
+def _store_of(group: Any) -> Any:
+    """Return the store in which the members of a group have met."""
+    ask = getattr(group, "get_group_store", None)
+    if ask is not None:
+        return ask()
+    known: Any = dist.distributed_c10d
+    return known._world.pg_map[group][1]  # where older versions keep it
 
 
 @attrs.frozen(eq=False)
