@@ -254,4 +254,7 @@ def _local_numel(value: Any) -> int | None:
     chunks = getattr(value, "__create_chunk_list__", None)
     if chunks is not None and not (isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None):
         return sum(int(chunk.sizes.numel()) for chunk in chunks())
+    shards = getattr(value, "local_shards", None)
+    if shards is not None:  # the tensors of FSDP's first form
+        return sum(shard.tensor.numel() for shard in shards())
     return 0 if isinstance(value, DTensor) else value.numel()
