@@ -131,7 +131,7 @@ class StrictSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Let DCP drop doubled shards, and put back the copies."""
-        chosen, metadata = super().create_global_plan(all_plans)
+        chosen, metadata = super().create_global_plan(list(all_plans))  # some versions change the list
         kept = [
             replace(ours, items=[*filter(_is_copy, plan.items), *(i for i in ours.items if not _is_copy(i))])
             for plan, ours in zip(all_plans, chosen, strict=True)

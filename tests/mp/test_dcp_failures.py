@@ -212,4 +212,4 @@ def test_holes_casts_and_lost_chunks_are_errors(four, tmp_path):
 
 def test_no_checkpoint_is_an_error_on_every_rank(four, tmp_path):
     outcomes = four.outcomes(load_as, str(tmp_path / "none"), "float32")
-    assert all("no checkpoint here" in outcome.text for outcome in outcomes)
+    assert all("CheckpointException" in outcome.text for outcome in outcomes)
