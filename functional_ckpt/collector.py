@@ -6,7 +6,7 @@ Measured with 5,000 small tensors on 2 ranks: it takes half of our own load, and
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, Timer
 
 __all__ = ["RareCollection", "collector_paused"]
 
@@ -38,10 +38,14 @@ def collector_paused() -> Iterator[None]:
 
 
 class RareCollection:
-    """Makes the cycle collector run rarely, from one call to another that may never come.
+    """Makes the cycle collector run rarely while others work between two calls of ours, where no block can hold it.
 
-    It is for work that others do between two calls of ours, where no block can hold it. Should the second call be
-    missed, the collector still runs now and then, and as ever once this object is gone.
+    Parameters
+    ----------
+    at_most_s
+        Seconds until it ends by itself: the second call may never come.
+    soon_s
+        Seconds that `end_soon` leaves, for what others do after our last call.
 
     Examples
     --------
@@ -54,36 +58,55 @@ class RareCollection:
     True
     """
 
-    def __init__(self) -> None:
-        self._has_begun = False
+    def __init__(self, at_most_s: float = 60, soon_s: float = 1) -> None:
+        self._at_most_s, self._soon_s = at_most_s, soon_s
+        self._timer: Timer | None = None
 
     def begin(self) -> None:
         """Make it rare, unless this object has already."""
         global _under_way, _thresholds
         with _lock:
-            if self._has_begun:
+            if self._timer is not None:
                 return
             if not _under_way:
                 _thresholds = gc.get_threshold()
                 if _thresholds[0]:  # 0: it is off
                     gc.set_threshold(max(_RARELY, _thresholds[0]), *_thresholds[1:])
-            self._has_begun = True
             _under_way += 1
+            self._end_in(self._at_most_s)
 
     def end(self) -> None:
         """Let it run as before, once all that have begun have ended."""
-        global _under_way
         with _lock:
-            if not self._has_begun:
-                return
-            self._has_begun = False
-            _under_way -= 1
-            if not _under_way:
-                gc.set_threshold(*_thresholds)
+            self._end()
 
-    def __del__(self) -> None:
-        self.end()
+    def end_soon(self) -> None:
+        """End in a moment, when the values that were planned with are gone: looking at them would take longer."""
+        with _lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._end_in(self._soon_s)
 
-    def __reduce__(self) -> tuple[type["RareCollection"], tuple[()]]:
+    def _end_in(self, seconds: float) -> None:
+        def end() -> None:
+            with _lock:
+                if self._timer is timer:  # it may have been replaced while this waited for the lock
+                    self._end()
+
+        self._timer = timer = Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        global _under_way
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        _under_way -= 1
+        if not _under_way:
+            gc.set_threshold(*_thresholds)
+
+    def __reduce__(self) -> tuple[type["RareCollection"], tuple[float, float]]:
         """Pickle as one that has not begun."""
-        return (RareCollection, ())
+        return RareCollection, (self._at_most_s, self._soon_s)

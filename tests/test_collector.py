@@ -2,6 +2,8 @@
 
 import gc
 import pickle
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import permutations, product
 from pathlib import Path
@@ -33,8 +35,37 @@ def test_calls_that_come_twice_or_never_count_once(begins: int, ends: int) -> No
     for _ in range(ends):
         work.end()
     assert (gc.get_threshold() != before) == (begins > 0 and ends == 0)
-    del work
+    work.end()
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("call", ["end_soon", "none"])
+def test_it_ends_by_itself(call: str) -> None:
+    before = gc.get_threshold()
+    work = RareCollection(at_most_s=60, soon_s=0.05) if call == "end_soon" else RareCollection(at_most_s=0.05)
+    for _ in range(2):
+        work.begin()
+        if call == "end_soon":
+            work.end_soon()
+        assert gc.get_threshold() != before
+        assert within(10, lambda: gc.get_threshold() == before)
+
+
+def test_what_ends_soon_may_begin_again_at_once() -> None:
+    before, work = gc.get_threshold(), RareCollection(at_most_s=60, soon_s=60)
+    for end in (work.end_soon, work.end_soon, work.end):
+        work.begin()
+        end()
+    assert gc.get_threshold() == before
+    work.end_soon()
+    assert gc.get_threshold() == before
+
+
+def within(seconds: float, is_so: Callable[[], bool]) -> bool:
+    ends = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < ends:
+        time.sleep(0.01)
+    return is_so()
 
 
 def test_a_collector_that_is_off_stays_off() -> None:
@@ -62,23 +93,26 @@ def test_a_pickled_one_has_not_begun() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", ["create_local_plan", "create_global_plan", "finish_plan", "no step"])
-def test_a_load_through_dcp_leaves_it_as_it_was_wherever_it_fails(step: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_dcp_plans_while_it_is_rare_and_leaves_it_as_it_was(call: str, step: str, tmp_path: Path) -> None:
     torch, dcp = pytest.importorskip("torch"), pytest.importorskip("torch.distributed.checkpoint")
-    from functional_ckpt.torch import ZarrStorageReader
+    from functional_ckpt.torch import ZarrStorageReader, ZarrStorageWriter
 
-    path, before = tmp_path / "checkpoint", gc.get_threshold()
+    path, before, seen = tmp_path / "checkpoint", gc.get_threshold(), []
     functional_ckpt.save({"w": torch.ones(2)}, path)
-    planner, seen = dcp.DefaultLoadPlanner(), []
+    planner = dcp.DefaultSavePlanner() if call == "save" else dcp.DefaultLoadPlanner()
+    run = planner.create_local_plan if step == "no step" else None
 
-    def look(*arguments: object) -> object:
+    def look(*_: object) -> object:
         seen.append(gc.get_threshold()[0])
-        raise RuntimeError(step)
+        return run() if run else pytest.fail("the planner fails")
 
-    if step != "no step":
-        setattr(planner, step, look)
-    reader = ZarrStorageReader(path)
-    with pytest.raises(BaseException, match=step) if step != "no step" else nullcontext():
-        dcp.load({"w": torch.zeros(2)}, storage_reader=reader, planner=planner)
-    assert all(threshold > before[0] for threshold in seen)
-    reader.reset()
-    assert gc.get_threshold() == before
+    setattr(planner, "create_local_plan" if run else step, look)
+    storage = ZarrStorageWriter(path) if call == "save" else ZarrStorageReader(path)
+    options = {"storage_writer" if call == "save" else "storage_reader": storage}
+    with nullcontext() if run else pytest.raises(BaseException, match="the planner fails"):
+        getattr(dcp, call)({"w": torch.zeros(2)}, planner=planner, **options)
+    assert seen[0] > before[0]
+    if not run:
+        storage.reset()
+    assert within(10, lambda: gc.get_threshold() == before)

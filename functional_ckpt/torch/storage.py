@@ -12,7 +12,7 @@ import attrs
 import torch.distributed as dist
 
 from functional_ckpt.capture import Captured
-from functional_ckpt.collector import collector_paused
+from functional_ckpt.collector import RareCollection, collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
@@ -92,6 +92,7 @@ class ZarrStorageWriter(StorageWriter):
         self._is_coordinator, self._with_collectives = False, True
         self._count = 0
         self._writing: Writing | None = None
+        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -118,8 +119,9 @@ class ZarrStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the role of this rank."""
+        """Learn the role of this rank; DCP plans from here on."""
         self._drop()
+        self._planning.begin()
         self._is_coordinator = is_coordinator
         self._with_collectives = bool(kwargs.get("use_collectives", True))
 
@@ -138,6 +140,13 @@ class ZarrStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         """Begin to write this rank's part, on a thread where others take part; nothing is visible yet."""
+        try:
+            return done(self._begun(plan, planner))
+        finally:
+            if self._writing is None:  # this rank is asked for nothing more
+                self._planning.end_soon()
+
+    def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
         link = self._link(plan)
         held: list[Captured] = []
         policy = self.policy if self._with_collectives else with_pure_grid(self.policy)
@@ -159,7 +168,7 @@ class ZarrStorageWriter(StorageWriter):
             gather = link.gather() if isinstance(link, Link) else link
             self._writing = Writing.done(write(gather if self._with_collectives else GatherOnly(gather), describe))
         specs = {leaf.key: leaf.spec for leaf in held[0].common.arrays}
-        return done([write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items])
+        return [write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish in one step what all ranks have written; without collectives, all ranks come here."""
@@ -180,6 +189,7 @@ class ZarrStorageWriter(StorageWriter):
             self._drop()
             raise
         self._writing = None
+        self._planning.end_soon()
         stamp(metadata, self.checkpoint_id)
 
     def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
@@ -209,6 +219,7 @@ class ZarrStorageWriter(StorageWriter):
         if writing is not None:
             writing.abandon()
         abandon_left()
+        self._planning.end()
 
 
 def _is_joined() -> bool:

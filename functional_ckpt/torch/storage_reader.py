@@ -118,7 +118,7 @@ class ZarrStorageReader(StorageReader):
         try:
             self._read(plan, planner)
         finally:
-            self._planning.end()
+            self._planning.end_soon()
         return done(None)
 
     def _read(self, plan: LoadPlan, planner: Any) -> None:
