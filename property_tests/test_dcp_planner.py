@@ -160,7 +160,11 @@ class Wanted:
         self.committed.append(item)
 
 
+FLAT = World([[ShardSpec(W, W.box, flat=(0, 5))], [ShardSpec(W, W.box, flat=(5, 12))]])
+
+
 @given(resharded(), fst.policies())
+@example((model.positions(W), W, COPIES, FLAT), SavePolicy())
 def test_what_any_plan_writes_any_plan_reads(case, policy):
     array, spec, source, target = case
     path = written(array, spec, source, attrs.evolve(policy, object_codec="torch", commit="auto"))

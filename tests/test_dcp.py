@@ -251,6 +251,18 @@ def test_a_planner_that_changes_its_mind_is_told(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_planner_that_gives_another_shape_than_it_planned_is_told(tmp_path):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class Shorter(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item)[:2]
+
+    writer = storage.ZarrStorageWriter(tmp_path / "c")
+    with pytest.raises(BaseException, match=r"ShapeError.*expected \(4,\), found \(2,\)"):
+        dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=Shorter())
+
+
 def test_every_shard_needs_a_result(tmp_path):
     w = ArraySpec("w", (4,), "float32")
     shards = [ShardSpec(w, Box((0,), (2,))), ShardSpec(w, Box((2,), (4,)))]

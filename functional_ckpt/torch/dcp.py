@@ -234,7 +234,8 @@ def paths(manifest: Manifest) -> dict[str, tuple[Any, ...]]:
     """
     values = [value for value in manifest.values if value.text not in _EMPTY_DICTS]
     placed = [(e.spec.key, e.path) for e in manifest.arrays]
-    placed += [(each.key, each.path) for each in (*values, *manifest.aliases)]
+    placed += [(value.key, value.path) for value in values]
+    placed += [(alias.key, alias.path) for alias in manifest.aliases]
     return {key: _object_path(key, path) for key, path in placed}
 
 

@@ -191,15 +191,16 @@ class Link:
         """
         self._skip_broken()
         self._meetings += 1
-        place = f"{self._number}/meeting {self._meetings}"
-        self._store.set(f"{place}/{self.rank}", "")
-        if self._store.add(place, 1) == self.size:
-            self._store.set(f"{place}/all", "")
+        came, meeting = f"{self._number}/came", self._meetings
+        self._store.set(f"{came}/{self.rank}", str(meeting))
+        # One counter for all meetings, so that the store does not grow by the number of ranks with every save.
+        if self._store.add(came, 1) == self.size * meeting:
+            self._store.set(f"{came}/all {meeting}", "")
         ends = time.monotonic() + self._timeout_s
-        while not self._appears(f"{place}/all"):
+        while not self._appears(f"{came}/all {meeting}"):
             if is_over() or time.monotonic() > ends or self._is_broken():
                 self._store.set(f"{self._number}/broken", "")
-                absent = [rank for rank in range(self.size) if not self._store.check([f"{place}/{rank}"])]
+                absent = [rank for rank in range(self.size) if not self._has_come(f"{came}/{rank}")]
                 raise RankFailedError(
                     "a rank did not come to the save", None, tuple(absent) or None,
                     remedy="The rank failed, died, hangs, or takes longer than the policy's timeout_s",
@@ -218,6 +219,9 @@ class Link:
 
     def _is_broken(self) -> bool:
         return bool(self._store.check([f"{self._number}/broken"]))
+
+    def _has_come(self, name: str) -> bool:
+        return bool(self._store.check([name])) and int(self._store.get(name)) >= self._meetings
 
     def _appears(self, name: str) -> bool:
         try:

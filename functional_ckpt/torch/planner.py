@@ -256,5 +256,5 @@ def _local_numel(value: Any) -> int | None:
         return sum(int(chunk.sizes.numel()) for chunk in chunks())
     shards = getattr(value, "local_shards", None)
     if shards is not None:  # the tensors of FSDP's first form
-        return sum(shard.tensor.numel() for shard in shards())
+        return sum(int(shard.tensor.numel()) for shard in shards())
     return 0 if isinstance(value, DTensor) else value.numel()
