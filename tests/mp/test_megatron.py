@@ -200,7 +200,9 @@ def test_problems_are_megatrons_on_both_ranks(run):
 
 
 def wrapped(rank, path):
+    """Save and load as docs/megatron.md says for versions that know no strategies but their own."""
     from megatron.core import dist_checkpointing as mcore
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
         FullyParallelSaveStrategyWrapper,
@@ -208,14 +210,35 @@ def wrapped(rank, path):
 
     from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
 
-    mcore.save(state(rank)[0], str(path), FullyParallelSaveStrategyWrapper(ZarrSaveStrategy()))
-    wanted, want = state(rank, 1, fill=False)
-    loader = FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object")
-    check(mcore.load(wanted, str(path), loader), want, rank)
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveStrategy())
+    saver.backend = "functional_ckpt"
+    places = {name: path / name for name in ("now", "later")}
+    for place in places.values():
+        place.mkdir(exist_ok=True)
+    dist.barrier()
+    mcore.save(state(rank)[0], str(places["now"]), saver)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(mcore.save(state(rank)[0], str(places["later"]), saver, async_sharded_save=True))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    queue.close()
+    for place in places.values():
+        for loader in (
+            ZarrLoadStrategy(),
+            FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object"),
+        ):
+            wanted, want = state(rank, 1, fill=False)
+            check(mcore.load(wanted, str(place), loader), want, rank)
+        _, missing, unexpected = mcore.load(state(rank)[0], str(place), ZarrLoadStrategy(), strict="return_all")
+        assert (missing, unexpected) == (set(), set())
+        assert {*mcore.load_tensors_metadata(str(place), ZarrLoadStrategy())} == {"model/w", "layers", "copy", "half"}
+        assert mcore.serialization.load_common_state_dict(str(place)) == {"step": 3}
 
 
 def test_megatrons_wrappers(run):
-    run(wrapped)
+    path = run(wrapped)
+    for name in ("now", "later"):
+        assert json.loads((path / name / "metadata.json").read_text())["sharded_backend"] == "functional_ckpt"
+        assert (path / name / "zarr.json").is_file()
 
 
 def registered(rank, path):

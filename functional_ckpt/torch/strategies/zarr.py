@@ -113,7 +113,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             On every rank, with all problems at once: cells that no main copy covers or two do, a path that holds a
             checkpoint, and so on. Nothing is published then.
         """
-        leaves = agree(self._gather(), lambda: leaves_to_save(sharded_state_dict))
+        leaves = agree(self.gather(), lambda: leaves_to_save(sharded_state_dict))
         save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
@@ -136,10 +136,11 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank, for what is found before the copy.
         """
-        leaves = agree(self._gather(), lambda: leaves_to_save(sharded_state_dict))
+        leaves = agree(self.gather(), lambda: leaves_to_save(sharded_state_dict))
         return async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
-    def _gather(self) -> Gather:
+    def gather(self) -> Gather:
+        """Return the ranks that save together."""
         return torch_gather(self.process_group, self.policy.timeout_s, "sync")
 
 
