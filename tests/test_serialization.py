@@ -25,6 +25,7 @@ from functional_ckpt.errors import (  # noqa: E402
     UnsupportedLeafError,
 )
 from functional_ckpt.torch.core import check_is_distributed_checkpoint  # noqa: E402
+from functional_ckpt.torch.exceptions import DTypeAssertionError, ShapeAssertionError  # noqa: E402
 from functional_ckpt.torch.mapping import (  # noqa: E402
     LocalNonpersistentObject,
     ShardedObject,
@@ -284,7 +285,8 @@ def test_access_is_validated(tmp_path, problems_of):
         (irregular[:1], {GapError}),
         ([tensor("w", W, replica_id=1)], {GapError}),
         (objects, {ReplicaError, GapError}),
-        ([tensor("w", W), tensor("w", W.double())], {functional_ckpt.errors.DTypeError}),
+        ([tensor("w", W), tensor("w", W.double())], {DTypeAssertionError}),
+            ([tensor("w", W), tensor("w", W[:3])], {ShapeAssertionError}),
         (cuts(0, 5, 9), {GapError}),
     ):
         problems = problems_of(save, {"x": leaves}, tmp_path / "a")

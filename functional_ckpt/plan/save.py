@@ -18,7 +18,7 @@ from functional_ckpt.spec.sharding import Fragment, World
 from functional_ckpt.spec.table import ShardTable, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
 
-__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "plan_save", "restrict"]
+__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "check_mains", "plan_save", "restrict"]
 
 GIB = 2**30
 
@@ -184,6 +184,22 @@ def plan_save(
     arrays, unfit = _array_plans(table.arrays, pieces, policy, shared_ok, owned_ok, {p.key for p in problems})
     raise_problems([*problems, *unfit])
     return assembled(arrays, pieces, empty, budget_nbytes)
+
+
+def check_mains(table: ShardTable) -> list[ProblemError]:
+    """Return the problems of main replicas that do not cover every array exactly once; other replicas do not count.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> w = ArraySpec("w", (4,), "int8")
+    >>> table = ShardTable.of(0, [ShardSpec(w, w.box, 1), ShardSpec(w, Box((0,), (3,)))])
+    >>> [type(problem).__name__ for problem in check_mains(table)]
+    ['GapError']
+    """
+    mains = attrs.evolve(table, rows=table.rows.take(table.rows.main > 0))
+    writers, problems = choose_writers(mains, "declared")
+    return [*problems, *_uncovered(mains, pieces_of(mains, writers), {problem.key for problem in problems})]
 
 
 def assembled(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, budget_nbytes: int) -> SavePlan:

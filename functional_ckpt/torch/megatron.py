@@ -104,8 +104,8 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_newer: Any) -> AsyncRequest:
         """Copy the state to the host, start the save in a thread, and return a request that waits for it.
 
-        Later versions of Megatron pass more, which is not used. A failure of the thread is raised on every rank by the request's finalize function, before Megatron writes
-        ``metadata.json``.
+        Later versions of Megatron pass more, which is not used. A failure of the thread is raised on every rank by the
+        request's finalize function, before Megatron writes ``metadata.json``.
 
         Raises
         ------
