@@ -233,6 +233,17 @@ def test_a_parameter_is_filled(tmp_path):
     assert not found.requires_grad
 
 
+@pytest.mark.parametrize("least", [0, 1 << 20], ids=["exclusive", "owned"])
+def test_several_shards_of_a_grid_are_told_apart(tmp_path, least):
+    wholes = {key: W + 100 * number for number, key in enumerate("abc")}
+    held = {key: [tensor(key, row, (0, i, 6)) for i, row in enumerate(w.split(1))] for key, w in wholes.items()}
+    policy = functional_ckpt.SavePolicy(layout=functional_ckpt.LayoutPolicy(min_chunk_nbytes=least))
+    save(held, tmp_path, ZarrSaveShardedStrategy(policy=policy))
+    stored = functional_ckpt.open_checkpoint(tmp_path)
+    for key, whole in wholes.items():
+        assert torch.equal(torch.from_numpy(stored[key][...]), whole)
+
+
 def request(*keys):
     return {key: tensor(key, torch.zeros(2)) for key in keys}
 
@@ -286,7 +297,7 @@ def test_access_is_validated(tmp_path, problems_of):
         ([tensor("w", W, replica_id=1)], {GapError}),
         (objects, {ReplicaError, GapError}),
         ([tensor("w", W), tensor("w", W.double())], {DTypeAssertionError}),
-            ([tensor("w", W), tensor("w", W[:3])], {ShapeAssertionError}),
+        ([tensor("w", W), tensor("w", W[:3])], {ShapeAssertionError}),
         (cuts(0, 5, 9), {GapError}),
     ):
         problems = problems_of(save, {"x": leaves}, tmp_path / "a")

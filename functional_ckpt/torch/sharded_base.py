@@ -105,8 +105,7 @@ def about(key: object) -> Iterator[None]:
             problem.rank = _own_rank()
         raise
     except (TypeError, ValueError) as error:
-        problem = SpecError("a field has a value of the wrong type", str(key), _own_rank(), found=str(error))
-        raise problem from error
+        raise SpecError("a field has a value of the wrong type", str(key), _own_rank(), found=str(error)) from error
 
 
 def _own_rank() -> int | None:
