@@ -306,6 +306,12 @@ def test_access_is_validated(tmp_path, problems_of):
     assert not (tmp_path / "a" / "zarr.json").exists()
 
 
+def test_shards_of_one_tensor_need_not_be_of_one_grid(tmp_path):
+    rows = ShardedTensor("w", W[4:].clone(), W.dtype, (2, 4), (6, 4), (4, 0), None)
+    save({"w": [tensor("w", W[i : i + 2].clone(), (0, i // 2, 3)) for i in (0, 2)] + [rows]}, tmp_path)
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], W)
+
+
 def test_holes_are_refused_without_validation_too(tmp_path):
     with pytest.raises(GapError, match="'w'"):
         save({"w": tensor("w", torch.ones(2), (0, 0, 3))}, tmp_path, validate_access_integrity=False)
@@ -316,6 +322,21 @@ def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
     assert load({"b": ShardedObject("k", None, (1,), (0,))}, tmp_path / "a")["b"] == 5
     with pytest.raises(DuplicateKeyError):
         save({"a": tensor("k/shard_0_1", W), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "b")
+
+
+@pytest.mark.parametrize("leaf", [(tensor("w", W), 1), (1, ((tensor("w", W),),))])
+def test_a_sharded_leaf_in_a_tuple_is_refused_when_it_is_saved(tmp_path, leaf):
+    with pytest.raises(UnsupportedLeafError, match="a tuple is one leaf"):
+        save({"a": [leaf]}, tmp_path)
+
+
+def test_places_may_look_alike(tmp_path, same):
+    dots = {"a.b": tensor("one", W.clone()), "a": {"b": tensor("two", W + 1)}, 0: [{1: 5}]}
+    save(dots, tmp_path)
+    wanted = {"a": {"b": tensor("two", torch.zeros(6, 4))}, "a.b": tensor("one", torch.zeros(6, 4))}
+    same(load(wanted, tmp_path), {"a": {"b": W + 1}, "a.b": W, 0: [{1: 5}]})
+    with pytest.raises(DuplicateKeyError, match=r"'a\.b'"):
+        save({"a.b": 1, "a": {"b": 2}}, tmp_path / "common")
 
 
 def test_parts_that_do_not_fit_are_told(tmp_path):

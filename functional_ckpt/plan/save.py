@@ -15,7 +15,7 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Ints, runs
 from functional_ckpt.spec.sharding import Fragment, World
-from functional_ckpt.spec.table import ShardTable, padded_shapes, unpadded, widest
+from functional_ckpt.spec.table import ShardTable, padded, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
 
 __all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "check_mains", "plan_save", "restrict"]
@@ -234,7 +234,7 @@ def padded_chunks(arrays: Sequence[ArrayPlan], ndim: int) -> Ints:
     >>> padded_chunks([plan], 2).tolist()
     [[1, 4]]
     """
-    return padded_shapes([attrs.evolve(plan.spec, shape=plan.layout.chunk) for plan in arrays], ndim)
+    return padded([plan.layout.chunk for plan in arrays], ndim, 1)
 
 
 def restrict(plan: SavePlan, rank: int) -> SavePlan:

@@ -41,6 +41,7 @@ from functional_ckpt.torch.sharded_base import is_main_replica
 from functional_ckpt.torch.strategies.zarr import (
     BACKEND,
     LOAD_POLICY,
+    SAVE_POLICY,
     VERSION,
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
@@ -76,7 +77,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         *,
-        policy: SavePolicy = SavePolicy(),
+        policy: SavePolicy = SAVE_POLICY,
         process_group: Any = None,
     ) -> None:
         self.backend, self.version = backend, version  # by hand: 0.17 and 0.18 warn of their base class

@@ -2,8 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -84,8 +83,7 @@ def warn_once(text: str) -> None:
         logger.warning(text)
 
 
-@contextmanager
-def about(key: object) -> Iterator[None]:
+class about:  # noqa: N801 - reads as a function; one made of a generator costs more than what it surrounds
     """Name `key`, and this rank, in problems that name none, and turn values of the wrong type into a `SpecError`.
 
     Examples
@@ -96,16 +94,21 @@ def about(key: object) -> Iterator[None]:
     ...
     functional_ckpt.errors.SpecError: too long: key 'w'
     """
-    try:
-        yield
-    except ProblemError as problem:
-        if problem.key is None:
-            problem.key = str(key)
-        if problem.rank is None:
-            problem.rank = _own_rank()
-        raise
-    except (TypeError, ValueError) as error:
-        raise SpecError("a field has a value of the wrong type", str(key), _own_rank(), found=str(error)) from error
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ProblemError):
+            error.key = str(self.key) if error.key is None else error.key
+            error.rank = _own_rank() if error.rank is None else error.rank
+        elif isinstance(error, TypeError | ValueError):
+            raise SpecError(
+                "a field has a value of the wrong type", str(self.key), _own_rank(), found=str(error)
+            ) from error
 
 
 def _own_rank() -> int | None:

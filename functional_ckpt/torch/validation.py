@@ -129,18 +129,18 @@ def report_mismatches(missing: set[str], unexpected: set[str], strict: StrictHan
     CheckpointingException
         On every rank, one problem per key.
     """
-
-    def problems() -> Iterable[CheckpointError]:
-        for key in sorted(unexpected):
-            yield KeyMismatchError("the checkpoint has no such key", key)
-        for key in sorted(missing):
-            yield KeyMismatchError("the checkpoint has a key that no rank asks for", key)
-
+    # The beginnings are Megatron's: logs are searched for them.
+    found = {
+        "Unexpected keys (for this rank): the checkpoint has no such key": sorted(unexpected),
+        "Missing keys (for all ranks): the checkpoint has a key that no rank asks for": sorted(missing),
+    }
     if strict.value.startswith("raise_"):
-        agree(gather, lambda: raise_problems(problems()))
+        problems = [KeyMismatchError(what, key) for what, keys in found.items() for key in keys]
+        agree(gather, lambda: raise_problems(problems))
     if strict.value.startswith("log_"):
-        for problem in problems():
-            logger.warning("%s", problem)
+        for what, keys in found.items():
+            if keys:
+                logger.warning("%s: %s", what, ", ".join(map(repr, keys)))
 
 
 @attrs.frozen

@@ -19,6 +19,7 @@ from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
 from functional_ckpt.pending import PendingSave
+from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.commit import ROOT
 from functional_ckpt.store.opening import open_store
@@ -49,6 +50,7 @@ __all__ = [
     "BACKEND",
     "LOAD_POLICY",
     "SAFE_GLOBALS",
+    "SAVE_POLICY",
     "VERSION",
     "ZarrLoadCommonStrategy",
     "ZarrLoadShardedStrategy",
@@ -65,6 +67,9 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0], codecs.encode, io.BytesIO,
     argparse.Namespace, *(type(np.dtype(code)) for code in np.typecodes["All"]),
 )  # fmt: skip
+
+#: How sharded leaves are saved by default: flat shards end anywhere, and smaller chunks mean that less of them moves.
+SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
 #: How both load strategies load by default.
 LOAD_POLICY = LoadPolicy(cast="any", safe_globals=SAFE_GLOBALS)
@@ -93,7 +98,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         *,
-        policy: SavePolicy = SavePolicy(),
+        policy: SavePolicy = SAVE_POLICY,
         process_group: Any = None,
     ) -> None:
         super().__init__(backend, version)
