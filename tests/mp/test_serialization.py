@@ -93,7 +93,7 @@ def test_problems_of_one_rank_are_raised_on_all(two, tmp_path):
     cases = two.run(failing, tmp_path)
     twice, shapes, factory, objects, there, leaf, strict, none, access = cases[0]
     assert cases[0] == cases[1]
-    assert "several main copies" in twice
+    assert "two main replicas" in twice
     assert "'w'" in twice
     assert "rank (0, 1)" in twice
     assert "disagree about the shape" in shapes
@@ -103,7 +103,7 @@ def test_problems_of_one_rank_are_raised_on_all(two, tmp_path):
     assert "rank 1" in leaf
     assert "'v'" in strict
     assert "does not exist" in none
-    assert "several main copies" in access
+    assert "two main replicas" in access
     assert not (tmp_path / "twice" / "zarr.json").exists()
 
 
