@@ -144,7 +144,8 @@ class Planner:
         )
         # The plan counts the shards of the items; buffers are there for tied leaves too.
         held = {leaf.key for leaf in (*mine.common.arrays, *mine.own.arrays)}
-        numbers = [number for item in items if item.key in held for number in mine.numbers[item.key]]
+        keys = dict.fromkeys(item.key for item in items if item.key in held)  # shards of one key come in a row
+        numbers = [number for key in keys for number in mine.numbers[key]]
         shard = plan.pieces.shard
         renumbered = np.where(shard >= 0, np.array([*numbers, -1], np.int64)[shard], -1)
         return Agreed(state, arrays, attrs.evolve(plan, pieces=attrs.evolve(plan.pieces, shard=renumbered)))

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import CheckpointError, DTypeError, ShapeError, SpecError  # noqa: E402
-from functional_ckpt.torch import mapping  # noqa: E402
+from functional_ckpt.torch import exceptions, mapping  # noqa: E402
 from functional_ckpt.torch.mapping import (  # noqa: E402
     CheckpointingException,
     LocalNonpersistentObject,
@@ -220,9 +220,10 @@ def test_grid_helpers():
 def test_grid_helpers_of_irregular_shards():
     shard = plain(axis_fragmentations=None, global_offset=(3, 0))
     assert not shard.has_regular_grid
-    for method in (shard.local_chunk_offset_in_global, shard.max_allowed_chunks):
-        with pytest.raises(CheckpointingException, match="key 'w'"):
+    for method, also in ((shard.local_chunk_offset_in_global, AssertionError), (shard.max_allowed_chunks, ValueError)):
+        with pytest.raises(also, match="key 'w'") as caught:
             method()
+        assert isinstance(caught.value, CheckpointingException)
 
 
 def test_fragments_that_do_not_divide_need_allow_shape_mismatch():
@@ -280,14 +281,21 @@ def test_narrow_needs_no_data():
 @pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (1, -1, 2), (0, 0, -1), (0, 3, 0)])
 def test_narrow_refuses_ranges_outside(dim, start, length):
     for shard in (plain(), plain(flattened_range=slice(1, 7))):
-        with pytest.raises(CheckpointingException, match="leaves the shard: key 'w'"):
+        with pytest.raises(RuntimeError, match="leaves the shard: key 'w'") as caught:
             shard.narrow(dim, start, length)
+        assert isinstance(caught.value, CheckpointingException)
+
+
+def test_narrow_takes_everything_or_nothing():
+    assert plain().narrow(0, 0, 2)[0].global_shape == (6, 4)
+    assert plain().narrow(0, 2, 0)[0].global_shape == (0, 4)
 
 
 def test_narrow_refuses_what_does_not_divide():
     for extent, offset in ((7, 2), (6, 3)):
-        with pytest.raises(CheckpointingException, match="regular grid along the axis: key 'w'"):
+        with pytest.raises(AssertionError, match="regular grid along the axis: key 'w'") as caught:
             plain(axis_fragmentations=None, global_shape=(extent, 4), global_offset=(offset, 0)).narrow(0, 0, 1)
+        assert isinstance(caught.value, CheckpointingException)
 
 
 def test_a_flat_shard_narrowed_along_its_first_axis_is_one_or_none():
@@ -318,6 +326,24 @@ def test_flat_shards_with_prepended_axes():
 def test_an_open_flattened_range_goes_to_the_end():
     assert plain(flattened_range=slice(None, 3)).spec.flat == (0, 3)
     assert plain(flattened_range=slice(3, None)).spec.flat == (3, 8)
+
+
+@pytest.mark.parametrize("name", exceptions.__all__)
+def test_errors_that_are_two_travel(name):
+    kind = getattr(exceptions, name)
+    if isinstance(kind, type):
+        error = pickle.loads(pickle.dumps(kind("what", "w", 3)))
+        assert (type(error), error.key, error.rank) == (kind, "w", 3)
+
+
+def test_what_has_no_second_type_stays():
+    error = CheckpointError("other")
+    assert exceptions.asserted(error) is error
+
+
+def test_fields_that_do_not_exist_are_a_type_error():
+    with pytest.raises(TypeError, match="fragments"):
+        ShardedTensor.from_rank_offsets("w", torch.ones(2), fragments=3)
 
 
 # --- is_main_replica, LocalNonpersistentObject ---

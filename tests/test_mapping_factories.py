@@ -72,6 +72,8 @@ def test_what_is_no_name_of_an_object(name):
     with pytest.raises(CheckpointingException) as caught:
         ShardedObject.empty_from_unique_key(name)
     assert caught.value.key in (name, "rng")
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, AssertionError) is ("this is no name" in str(caught.value))
 
 
 def test_bad_objects():

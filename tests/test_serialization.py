@@ -25,6 +25,7 @@ from functional_ckpt.errors import (  # noqa: E402
     UnsupportedLeafError,
 )
 from functional_ckpt.torch.core import check_is_distributed_checkpoint  # noqa: E402
+from functional_ckpt.torch.exceptions import DTypeAssertionError, ShapeAssertionError  # noqa: E402
 from functional_ckpt.torch.mapping import (  # noqa: E402
     LocalNonpersistentObject,
     ShardedObject,
@@ -232,6 +233,17 @@ def test_a_parameter_is_filled(tmp_path):
     assert not found.requires_grad
 
 
+@pytest.mark.parametrize("least", [0, 1 << 20], ids=["exclusive", "owned"])
+def test_several_shards_of_a_grid_are_told_apart(tmp_path, least):
+    wholes = {key: W + 100 * number for number, key in enumerate("abc")}
+    held = {key: [tensor(key, row, (0, i, 6)) for i, row in enumerate(w.split(1))] for key, w in wholes.items()}
+    policy = functional_ckpt.SavePolicy(layout=functional_ckpt.LayoutPolicy(min_chunk_nbytes=least))
+    save(held, tmp_path, ZarrSaveShardedStrategy(policy=policy))
+    stored = functional_ckpt.open_checkpoint(tmp_path)
+    for key, whole in wholes.items():
+        assert torch.equal(torch.from_numpy(stored[key][...]), whole)
+
+
 def request(*keys):
     return {key: tensor(key, torch.zeros(2)) for key in keys}
 
@@ -284,13 +296,20 @@ def test_access_is_validated(tmp_path, problems_of):
         (irregular[:1], {GapError}),
         ([tensor("w", W, replica_id=1)], {GapError}),
         (objects, {ReplicaError, GapError}),
-        ([tensor("w", W), tensor("w", W.double())], {functional_ckpt.errors.DTypeError}),
+        ([tensor("w", W), tensor("w", W.double())], {DTypeAssertionError}),
+        ([tensor("w", W), tensor("w", W[:3])], {ShapeAssertionError}),
         (cuts(0, 5, 9), {GapError}),
     ):
         problems = problems_of(save, {"x": leaves}, tmp_path / "a")
         assert {type(p) for p in problems} == kinds, problems
         assert all(p.key for p in problems)
     assert not (tmp_path / "a" / "zarr.json").exists()
+
+
+def test_shards_of_one_tensor_need_not_be_of_one_grid(tmp_path):
+    rows = ShardedTensor("w", W[4:].clone(), W.dtype, (2, 4), (6, 4), (4, 0), None)
+    save({"w": [tensor("w", W[i : i + 2].clone(), (0, i // 2, 3)) for i in (0, 2)] + [rows]}, tmp_path)
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], W)
 
 
 def test_holes_are_refused_without_validation_too(tmp_path):
@@ -303,6 +322,21 @@ def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
     assert load({"b": ShardedObject("k", None, (1,), (0,))}, tmp_path / "a")["b"] == 5
     with pytest.raises(DuplicateKeyError):
         save({"a": tensor("k/shard_0_1", W), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "b")
+
+
+@pytest.mark.parametrize("leaf", [(tensor("w", W), 1), (1, ((tensor("w", W),),))])
+def test_a_sharded_leaf_in_a_tuple_is_refused_when_it_is_saved(tmp_path, leaf):
+    with pytest.raises(UnsupportedLeafError, match="a tuple is one leaf"):
+        save({"a": [leaf]}, tmp_path)
+
+
+def test_places_may_look_alike(tmp_path, same):
+    dots = {"a.b": tensor("one", W.clone()), "a": {"b": tensor("two", W + 1)}, 0: [{1: 5}]}
+    save(dots, tmp_path)
+    wanted = {"a": {"b": tensor("two", torch.zeros(6, 4))}, "a.b": tensor("one", torch.zeros(6, 4))}
+    same(load(wanted, tmp_path), {"a": {"b": W + 1}, "a.b": W, 0: [{1: 5}]})
+    with pytest.raises(DuplicateKeyError, match=r"'a\.b'"):
+        save({"a.b": 1, "a": {"b": 2}}, tmp_path / "common")
 
 
 def test_parts_that_do_not_fit_are_told(tmp_path):

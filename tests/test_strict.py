@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import KeyMismatchError  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+from functional_ckpt.torch.mapping import ShardedTensor, ShardedTensorFactory, logger  # noqa: E402
 from functional_ckpt.torch.serialization import StrictHandling, load, save  # noqa: E402
 
 W = torch.arange(24.0).reshape(6, 4)
@@ -54,12 +54,17 @@ def test_strict_return(tmp_path):
     assert ({*found}, missing, unexpected) == ({"a"}, set(), {"c"})
 
 
-@pytest.mark.parametrize(("strict", "logged"), [("log_unexpected", "c"), ("log_all", "bc"), ("ignore_all", "")])
+LOGGED = {"c": "Unexpected keys (for this rank)", "b": "Missing keys (for all ranks)"}
+
+
+@pytest.mark.parametrize(("strict", "logged"), [("log_unexpected", "c"), ("log_all", "cb"), ("ignore_all", "")])
 def test_strict_log_and_ignore(tmp_path, caplog, strict, logged):
     path = saved(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert {*load(request("a", "c"), path, strict=strict)} == {"a"}
     assert {key for key in "abc" if f"'{key}'" in caplog.text} == {*logged}
+    assert [record.name for record in caplog.records] == [logger.name] * len(logged)
+    assert all(record.message.startswith(LOGGED[key]) for key, record in zip(logged, caplog.records, strict=True))
 
 
 def test_an_unknown_mode_is_refused(tmp_path):

@@ -6,6 +6,7 @@ shards whose main replicas are declared. It costs as much as the rank's own part
 
 from collections.abc import Sequence
 from math import prod
+from operator import mod, mul
 from typing import Any
 
 import attrs
@@ -176,16 +177,12 @@ def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> 
     """
     if isinstance(item, PlacedArray):
         return None
-    regular = (
-        item.grid is not None
-        and item.flat is None
-        and len(item.grid) == len(item.array.shape)
-        and all(c >= 1 and n % c == 0 for n, c in zip(item.array.shape, item.grid, strict=True))
-        and all(e * c == n for e, c, n in zip(item.box.shape, item.grid, item.array.shape, strict=True))
-        and all(lo % max(e, 1) == 0 for lo, e in zip(item.box.start, item.box.shape, strict=True))
-    )
-    if regular and item.array.nbytes and replicas == "declared":
-        return None
+    shape, extents, grid = item.array.shape, item.box.shape, item.grid
+    if grid is not None and item.flat is None and replicas == "declared":
+        # Products that are not zero say that no extent is.
+        regular = len(grid) == len(shape) and tuple(map(mul, extents, grid)) == shape and item.array.nbytes
+        if regular and not any(map(mod, item.box.start, extents)):
+            return None
     return SpecError(
         "planning without the other ranks needs a regular grid", item.key, rank, item.array.shape,
         item.box.start, "a grid of equal, non-empty shards with declared main replicas", item.grid,

@@ -15,10 +15,10 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Ints, runs
 from functional_ckpt.spec.sharding import Fragment, World
-from functional_ckpt.spec.table import ShardTable, padded_shapes, unpadded, widest
+from functional_ckpt.spec.table import ShardTable, padded, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
 
-__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "plan_save", "restrict"]
+__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "check_mains", "plan_save", "restrict"]
 
 GIB = 2**30
 
@@ -186,6 +186,22 @@ def plan_save(
     return assembled(arrays, pieces, empty, budget_nbytes)
 
 
+def check_mains(table: ShardTable) -> list[ProblemError]:
+    """Return the problems of main replicas that do not cover every array exactly once; other replicas do not count.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> w = ArraySpec("w", (4,), "int8")
+    >>> table = ShardTable.of(0, [ShardSpec(w, w.box, 1), ShardSpec(w, Box((0,), (3,)))])
+    >>> [type(problem).__name__ for problem in check_mains(table)]
+    ['GapError']
+    """
+    mains = attrs.evolve(table, rows=table.rows.take(table.rows.main > 0))
+    writers, problems = choose_writers(mains, "declared")
+    return [*problems, *_uncovered(mains, pieces_of(mains, writers), {problem.key for problem in problems})]
+
+
 def assembled(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, budget_nbytes: int) -> SavePlan:
     """Return the plan that writes `fragments`; `empty` says who writes the metadata of arrays without cells."""
     rungs = np.array([plan.layout.rung for plan in arrays], str)
@@ -218,7 +234,7 @@ def padded_chunks(arrays: Sequence[ArrayPlan], ndim: int) -> Ints:
     >>> padded_chunks([plan], 2).tolist()
     [[1, 4]]
     """
-    return padded_shapes([attrs.evolve(plan.spec, shape=plan.layout.chunk) for plan in arrays], ndim)
+    return padded([plan.layout.chunk for plan in arrays], ndim, 1)
 
 
 def restrict(plan: SavePlan, rank: int) -> SavePlan:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
-from operator import index, le, sub
+from operator import add, index, le, sub
 
 import attrs
 
@@ -64,7 +64,7 @@ class Box:
                 tuple(shape),
                 tuple(offset),
             )
-        return cls(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))
+        return cls(tuple(offset), tuple(map(add, offset, shape)))
 
     @property
     def ndim(self) -> int:

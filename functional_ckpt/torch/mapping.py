@@ -7,6 +7,7 @@ They are mutable; the values behind them are `ShardedTensor.spec` and `ShardedOb
 
 from typing import Any
 
+from functional_ckpt.torch.exceptions import AxisError
 from functional_ckpt.torch.factory import (
     FactoryBuildFn,
     FactoryMergeFn,
@@ -15,7 +16,6 @@ from functional_ckpt.torch.factory import (
     apply_factory_merges,
 )
 from functional_ckpt.torch.sharded_base import (
-    AxisError,
     CheckpointingException,
     CommonStateDict,
     ReplicaId,

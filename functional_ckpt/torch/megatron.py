@@ -1,8 +1,9 @@
 """Strategies for ``megatron.core.dist_checkpointing`` itself, with its own sharded leaves: needs megatron-core.
 
-Importing this module registers them under ``("functional_ckpt", 1)``, so that Megatron finds the one that loads by
-itself. A save in the background is done by a thread of the training process: what Megatron forks or spawns only waits
-for it, since TensorStore must not be touched in a forked child.
+Importing this module registers them under ``("functional_ckpt", 1)``, so that Megatron 0.16 finds the one that loads by
+itself; later versions have no registry, and are handed both (docs/megatron.md). A save in the background is done by a
+thread of the training process: what Megatron forks or spawns only waits for it, since TensorStore must not be touched
+in a forked child.
 """
 
 import os
@@ -21,22 +22,26 @@ try:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-    from megatron.core.dist_checkpointing.strategies.base import (
-        AsyncSaveShardedStrategy,
-        LoadShardedStrategy,
-        StrategyAction,
-        register_default_strategy,
-    )
 except ImportError as error:
-    raise ImportError(f"functional_ckpt.torch.megatron needs megatron-core 0.16: {error}") from error
+    raise ImportError(f"functional_ckpt.torch.megatron needs megatron-core 0.16 or later: {error}") from error
+try:
+    from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+except ImportError:  # gone in 0.19, which asks for methods only
+    AsyncSaveShardedStrategy = LoadShardedStrategy = object
+    _HANDS_COMMON_OVER = True
+else:
+    _HANDS_COMMON_OVER = False
 
+from functional_ckpt.comm import agree
 from functional_ckpt.errors import CheckpointError
 from functional_ckpt.pending import PendingSave
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.torch import sharded_object
+from functional_ckpt.torch.sharded_base import is_main_replica
 from functional_ckpt.torch.strategies.zarr import (
     BACKEND,
     LOAD_POLICY,
+    SAVE_POLICY,
     VERSION,
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
@@ -45,6 +50,8 @@ from functional_ckpt.torch.strategies.zarr import (
 __all__ = ["ZarrLoadStrategy", "ZarrSaveStrategy"]
 
 _POLL_S = 0.05
+#: Key of the object as which 0.19 and later hand over the common half, and the file where all versions look for it.
+_COMMON_KEY, _COMMON_FILE = "common_state", "common.pt"
 
 
 class ZarrSaveStrategy(AsyncSaveShardedStrategy):
@@ -70,11 +77,14 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         *,
-        policy: SavePolicy = SavePolicy(),
+        policy: SavePolicy = SAVE_POLICY,
         process_group: Any = None,
     ) -> None:
-        super().__init__(backend, version)
+        self.backend, self.version = backend, version  # by hand: 0.17 and 0.18 warn of their base class
         self._saver = ZarrSaveShardedStrategy(backend, version, policy=policy, process_group=process_group)
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.backend}, {self.version})"
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -90,13 +100,13 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
             On every rank, with the text of all problems; they are its ``__cause__``.
         """
         with _theirs():
-            self._saver.save(sharded_state_dict, checkpoint_dir)
+            self._saver.save(self._sharded(sharded_state_dict, checkpoint_dir), checkpoint_dir)
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_newer: Any) -> AsyncRequest:
         """Copy the state to the host, start the save in a thread, and return a request that waits for it.
 
-        A failure of the thread is raised on every rank by the request's finalize function, before Megatron writes
-        ``metadata.json``.
+        Later versions of Megatron pass more, which is not used. A failure of the thread is raised on every rank by the
+        request's finalize function, before Megatron writes ``metadata.json``.
 
         Raises
         ------
@@ -104,7 +114,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
             On every rank, for what is found before the copy.
         """
         with _theirs():
-            pending = self._saver.start(sharded_state_dict, checkpoint_dir)
+            pending = self._saver.start(self._sharded(sharded_state_dict, checkpoint_dir), checkpoint_dir)
         place = Path(tempfile.mkdtemp(prefix="functional_ckpt-"))
         done = place / "done"
         threading.Thread(target=_announce, args=(pending, done), daemon=True).start()
@@ -115,6 +125,11 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
                 pending.result()
 
         return AsyncRequest(wait_for, (str(done), os.getpid()), [finish])
+
+    def _sharded(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+        if not _HANDS_COMMON_OVER or _COMMON_KEY not in sharded_state_dict:
+            return sharded_state_dict
+        return agree(self._saver.gather(), lambda: _without_common(sharded_state_dict, checkpoint_dir))
 
 
 class ZarrLoadStrategy(LoadShardedStrategy):
@@ -211,6 +226,14 @@ def _theirs() -> Iterator[None]:
         raise CheckpointingException(str(error)) from error
 
 
+def _without_common(sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
+    """Write the common half to the file that Megatron itself reads it from, and return the rest."""
+    common = sharded_state_dict[_COMMON_KEY]
+    if is_main_replica(common.replica_id):
+        torch.save(common.data, Path(checkpoint_dir, _COMMON_FILE))
+    return {key: part for key, part in sharded_state_dict.items() if key != _COMMON_KEY}
+
+
 def _as_theirs(leaf: Any) -> Any:
     if isinstance(leaf, sharded_object.ShardedObject):
         return ShardedObject(leaf.key, None, leaf.global_shape, leaf.global_offset, leaf.replica_id)
@@ -218,8 +241,13 @@ def _as_theirs(leaf: Any) -> Any:
     return ShardedTensor.from_rank_offsets(leaf.key, whole).without_data()
 
 
-for _action, _strategy in (
-    (StrategyAction.SAVE_SHARDED, ZarrSaveStrategy()),
-    (StrategyAction.LOAD_SHARDED, ZarrLoadStrategy()),
-):
-    register_default_strategy(_action, BACKEND, VERSION, _strategy)
+def _register() -> None:
+    try:
+        from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+    except ImportError:  # gone in 0.17
+        return
+    register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveStrategy())
+    register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, ZarrLoadStrategy())
+
+
+_register()

@@ -2,14 +2,14 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from functional_ckpt.errors import CheckpointError, ProblemError, ShapeError, SpecError
+import torch.distributed as dist
+
+from functional_ckpt.errors import CheckpointError, ProblemError, SpecError
 
 __all__ = [
-    "AxisError",
     "CheckpointingException",
     "CommonStateDict",
     "ReplicaId",
@@ -38,16 +38,6 @@ CheckpointingException = CheckpointError
 
 # The texts that this process has warned of.
 _logged_deprecations: dict[str, bool] = {}
-
-
-class AxisError(ShapeError, IndexError):
-    """An axis that the tensor does not have is named.
-
-    Examples
-    --------
-    >>> issubclass(AxisError, CheckpointingException) and issubclass(AxisError, IndexError)
-    True
-    """
 
 
 class ShardedBase(ABC):
@@ -93,23 +83,33 @@ def warn_once(text: str) -> None:
         logger.warning(text)
 
 
-@contextmanager
-def about(key: object) -> Iterator[None]:
-    """Name `key` in problems that do not name one, and turn values of the wrong type into a `SpecError`.
+class about:  # noqa: N801 - reads as a function; one made of a generator costs more than what it surrounds
+    """Name `key`, and this rank, in problems that name none, and turn values of the wrong type into a `SpecError`.
 
     Examples
     --------
     >>> with about("w"):
-    ...     raise ShapeError("too long")
+    ...     raise SpecError("too long")
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.ShapeError: too long: key 'w'
+    functional_ckpt.errors.SpecError: too long: key 'w'
     """
-    try:
-        yield
-    except ProblemError as problem:
-        if problem.key is None:
-            problem.key = str(key)
-        raise
-    except (TypeError, ValueError) as error:
-        raise SpecError("a field has a value of the wrong type", str(key), found=str(error)) from error
+
+    def __init__(self, key: object) -> None:
+        self.key = key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ProblemError):
+            error.key = str(self.key) if error.key is None else error.key
+            error.rank = _own_rank() if error.rank is None else error.rank
+        elif isinstance(error, TypeError | ValueError):
+            raise SpecError(
+                "a field has a value of the wrong type", str(self.key), _own_rank(), found=str(error)
+            ) from error
+
+
+def _own_rank() -> int | None:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None

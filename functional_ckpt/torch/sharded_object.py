@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from functional_ckpt.errors import ShapeError, SpecError
+from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ObjectSpec
+from functional_ckpt.torch.exceptions import SpecAssertionError
 from functional_ckpt.torch.sharded_base import ReplicaId, ShardedBase, about, warn_once
 
 __all__ = ["ShardedObject"]
@@ -94,7 +95,7 @@ class ShardedObject(ShardedBase):
         Raises
         ------
         CheckpointingException
-            If this is not the name of an object.
+            If this is not the name of an object; an ``AssertionError`` and a ``ValueError`` too, as in Megatron.
 
         Examples
         --------
@@ -104,9 +105,9 @@ class ShardedObject(ShardedBase):
         # The part after the last slash holds digits, dots and underscores only, so the key may hold anything.
         key, slash, name = unique_key.rpartition("/")
         parts = name.split("_")
-        if not slash or len(parts) != 3 or parts[0] != "shard":
-            raise SpecError("this is no name of an object", unique_key, expected="<key>/shard_<offset>_<shape>")
         with about(unique_key):
+            if not slash or len(parts) != 3 or parts[0] != "shard":
+                raise SpecAssertionError("this is no name of an object", expected="<key>/shard_<offset>_<shape>")
             offset, shape = (tuple(map(int, part.split("."))) if part else () for part in parts[1:])
         if len(shape) == len(offset) - 1:
             warn_once("an object's name lacks the last extent of its shape, as old versions of Megatron wrote it")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
+from operator import index, mul
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.grid import fragment_shape, grid_index
 from functional_ckpt.spec.narrowing import narrow_runs
 from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets, narrow
-from functional_ckpt.torch.sharded_base import AxisError, ReplicaId, ShardedBase, about
+from functional_ckpt.torch.exceptions import AxisError, NarrowError, asserting
+from functional_ckpt.torch.sharded_base import ReplicaId, ShardedBase, about
 from functional_ckpt.torch.tensors import DTYPE_NAMES
 
 __all__ = ["ShardedTensor"]
@@ -103,13 +104,13 @@ class ShardedTensor(ShardedBase):
         CheckpointingException
             If the fields contradict each other, or the shard leaves the global tensor; names the key.
         """
-        shard = self._shard(_ANY_DTYPE)
-        if self.axis_fragmentations is not None:
-            with about(self.key):
+        with about(self.key):
+            shard = self._shard(_ANY_DTYPE)
+            if self.axis_fragmentations is not None:
                 fragment_shape(shard.array, self.axis_fragmentations, exact=False)
                 grid_index(shard)
-        if self.data is not None:
-            self._check_data(self.data, self._data_shape(shard))
+            if self.data is not None:
+                self._check_data(self.data, self._data_shape(shard))
 
     @property
     def has_regular_grid(self) -> bool:
@@ -135,14 +136,15 @@ class ShardedTensor(ShardedBase):
         Raises
         ------
         CheckpointingException
-            If the offset is not a multiple of the local shape.
+            If the offset is not a multiple of the local shape; an ``AssertionError`` too.
 
         Examples
         --------
         >>> ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 1, 3)).local_chunk_offset_in_global()
         (1, 0)
         """
-        return grid_index(self._shard(_ANY_DTYPE))
+        with about(self.key), asserting():
+            return grid_index(self._shard(_ANY_DTYPE))
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
         """Return the shape, in elements, of one fragment of the global tensor.
@@ -157,10 +159,10 @@ class ShardedTensor(ShardedBase):
         >>> ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 1, 3)).max_allowed_chunks()
         (2, 4)
         """
-        if self.axis_fragmentations is None:
-            raise ShapeError("an irregular grid has no fragments of one shape", self.key, None, self.global_shape)
-        array = self._shard(_ANY_DTYPE).array
         with about(self.key):
+            if self.axis_fragmentations is None:
+                raise ShapeError("an irregular grid has no fragments of one shape", self.key, None, self.global_shape)
+            array = self._shard(_ANY_DTYPE).array
             return fragment_shape(array, self.axis_fragmentations, exact=not self.allow_shape_mismatch)
 
     def without_data(self) -> "ShardedTensor":
@@ -208,11 +210,12 @@ class ShardedTensor(ShardedBase):
         >>> ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 1, 3)).global_offset
         (2, 0)
         """
-        if flattened_range is not None:
-            raise SpecError(
-                "this constructor takes no flattened range", key, found=flattened_range,
-                remedy="Call from_rank_offsets_flat",
-            )  # fmt: skip
+        with about(key):
+            if flattened_range is not None:
+                raise SpecError(
+                    "this constructor takes no flattened range", key, found=flattened_range,
+                    remedy="Call from_rank_offsets_flat",
+                )  # fmt: skip
         fields = _grid_fields(key, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num)
         return cls(data=data, dtype=data.dtype, **fields, **init_kwargs)
 
@@ -244,8 +247,9 @@ class ShardedTensor(ShardedBase):
         >>> flat.global_shape, flat.spec.size
         ((6, 4), 5)
         """
-        if flattened_range is None:
-            raise SpecError("this constructor needs a flattened range", key, remedy="Call from_rank_offsets")
+        with about(key):
+            if flattened_range is None:
+                raise SpecError("this constructor needs a flattened range", key, remedy="Call from_rank_offsets")
         fields = _grid_fields(key, tuple(non_flat_local_shape), rank_offsets, replica_id, prepend_axis_num)
         return cls(data=data, dtype=data.dtype, flattened_range=flattened_range, **fields, **init_kwargs)
 
@@ -272,8 +276,8 @@ class ShardedTensor(ShardedBase):
         Raises
         ------
         CheckpointingException
-            If the range leaves the local tensor, the axis does not exist (then also an ``IndexError``), or global
-            extent or offset are not multiples of the local extent.
+            If the range leaves the local tensor (a ``RuntimeError`` too), the axis does not exist (an ``IndexError``),
+            or global extent or offset are not multiples of the local extent (an ``AssertionError``).
 
         Examples
         --------
@@ -282,19 +286,26 @@ class ShardedTensor(ShardedBase):
         >>> half.data, half.global_shape, half.global_offset
         (tensor([1, 2]), (6,), (2,))
         """
+        with about(self.key), asserting():
+            axis = self._axis(dim)
+            if not 0 <= start <= start + length <= self.local_shape[axis]:
+                raise NarrowError("a narrowed range leaves the shard", self.key, None, tuple(self.local_shape),
+                                  expected=f"within 0 to {self.local_shape[axis]}", found=(start, length))  # fmt: skip
+            shard, global_axis = self._shard(_ANY_DTYPE), axis + self.prepend_axis_num
+            if shard.flat is not None:
+                runs = narrow_runs(shard, global_axis, start, length)
+                return [
+                    self._narrowed(r.shard, None if self.data is None else self.data[r.start : r.stop]) for r in runs
+                ]
+            (part,) = narrow(shard, global_axis, start, length)
+            return [self._narrowed(part, None if self.data is None else self.data.narrow(axis, start, length))]
+
+    def _axis(self, dim: int) -> int:
         ndim = len(self.local_shape)
         if not -ndim <= dim < ndim:
             raise AxisError("a narrowed axis does not exist", self.key, None, tuple(self.local_shape),
                             expected=f"[{-ndim}, {ndim})", found=dim)  # fmt: skip
-        axis = dim % ndim
-        shard, global_axis = self._shard(_ANY_DTYPE), axis + self.prepend_axis_num
-        if shard.flat is None:
-            (part,) = narrow(shard, global_axis, start, length)
-            return [self._narrowed(part, None if self.data is None else self.data.narrow(axis, start, length))]
-        return [
-            self._narrowed(run.shard, None if self.data is None else self.data[run.start : run.stop])
-            for run in narrow_runs(shard, global_axis, start, length)
-        ]
+        return dim % ndim
 
     def _narrowed(self, part: ShardSpec, data: torch.Tensor | None) -> "ShardedTensor":
         return replace(
@@ -330,8 +341,7 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(array.shape):
             return None
         counts = tuple(map(index, self.axis_fragmentations))
-        triples = zip(box.shape, counts, array.shape, strict=True)
-        return counts if all(n * count == m for n, count, m in triples) else None
+        return counts if tuple(map(mul, box.shape, counts)) == array.shape else None
 
     def _data_shape(self, shard: ShardSpec) -> tuple[int, ...]:
         return tuple(self.local_shape) if shard.flat is None else (shard.size,)

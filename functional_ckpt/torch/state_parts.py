@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import SpecError
+from functional_ckpt.errors import SpecError, UnsupportedLeafError, raise_problems
 from functional_ckpt.torch.factory import ShardedTensorFactory, built, merged
 from functional_ckpt.torch.mapping import LocalNonpersistentObject
 from functional_ckpt.torch.sharded_base import ShardedBase, StateDict
@@ -32,6 +32,7 @@ class Parts:
         if not isinstance(state, dict):
             raise SpecError("a state dict is a dict", expected="dict", found=type(state).__name__)
         source = built(state)
+        raise_problems(_hidden(leaf) for leaf in leaves_of(source) if _hides_a_shard(leaf))
         return cls(
             source,
             _part(lambda leaf: isinstance(leaf, ShardedBase), source),
@@ -52,6 +53,18 @@ class Parts:
             sharded=_part(lambda leaf: leaf.key not in gone, self.sharded),
             factories=_part(lambda leaf: leaf.key not in dropped, self.factories),
         )
+
+
+def _hides_a_shard(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and any(isinstance(part, ShardedBase) or _hides_a_shard(part) for part in leaf)
+
+
+def _hidden(leaf: tuple[Any, ...]) -> UnsupportedLeafError:
+    keys = [part.key for part in leaf if isinstance(part, ShardedBase)]
+    return UnsupportedLeafError(
+        "a tuple is one leaf of the common half, and this one holds sharded ones", keys[0] if keys else None,
+        remedy="Make it a list",
+    )  # fmt: skip
 
 
 def _keys(factory: ShardedTensorFactory) -> set[str]:

@@ -3,24 +3,27 @@
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 
+from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
     GapError,
     KeyMismatchError,
     PolicyError,
+    ProblemError,
     ReplicaError,
     raise_problems,
 )
-from functional_ckpt.plan.check import check_conflicts, check_cover
-from functional_ckpt.spec.sharding import ShardSpec, fragments
-from functional_ckpt.spec.table import Conflict
+from functional_ckpt.plan.check import check_conflicts
+from functional_ckpt.plan.save import check_mains
+from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.values import is_plain
+from functional_ckpt.torch.exceptions import asserted
 from functional_ckpt.torch.objects import dump
 from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict, is_main_replica, logger
 from functional_ckpt.torch.sharded_state import as_object, as_tensor, is_object, is_tensor
@@ -126,18 +129,18 @@ def report_mismatches(missing: set[str], unexpected: set[str], strict: StrictHan
     CheckpointingException
         On every rank, one problem per key.
     """
-
-    def problems() -> Iterable[CheckpointError]:
-        for key in sorted(unexpected):
-            yield KeyMismatchError("the checkpoint has no such key", key)
-        for key in sorted(missing):
-            yield KeyMismatchError("the checkpoint has a key that no rank asks for", key)
-
+    # The beginnings are Megatron's: logs are searched for them.
+    found = {
+        "Unexpected keys (for this rank): the checkpoint has no such key": sorted(unexpected),
+        "Missing keys (for all ranks): the checkpoint has a key that no rank asks for": sorted(missing),
+    }
     if strict.value.startswith("raise_"):
-        agree(gather, lambda: raise_problems(problems()))
+        problems = [KeyMismatchError(what, key) for what, keys in found.items() for key in keys]
+        agree(gather, lambda: raise_problems(problems))
     if strict.value.startswith("log_"):
-        for problem in problems():
-            logger.warning("%s", problem)
+        for what, keys in found.items():
+            if keys:
+                logger.warning("%s: %s", what, ", ".join(map(repr, keys)))
 
 
 @attrs.frozen
@@ -149,9 +152,7 @@ class _Cell:
     count: int
 
 
-_Row: TypeAlias = ShardSpec | _Cell
-
-
+@collector_paused()
 def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> None:
     """Check that the main copies of all ranks cover every tensor and every grid of objects exactly once.
 
@@ -159,7 +160,7 @@ def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) 
     ------
     CheckpointingException
         On every rank, with all problems at once: holes, overlaps, several main copies of a shard, ranks that disagree
-        about a tensor's shape or data type.
+        about a tensor's shape or data type (an ``AssertionError`` too).
 
     Examples
     --------
@@ -171,65 +172,33 @@ def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) 
     ...
     functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (6,), offset (0,)...
     """
-    rows = together(
-        gather, lambda: [_row(leaf) for leaf in leaves_of(sharded_part) if is_tensor(leaf) or is_object(leaf)]
-    )
+    held = together(gather, lambda: _held(sharded_part, gather.rank))
     # One rank looks, since all would find the same; each raises it.
-    found = together(gather, lambda: _problems(rows) if gather.rank == 0 else [])
+    found = together(gather, lambda: _problems(held) if gather.rank == 0 else [])
     raise_problems(found[0])
 
 
-def _row(leaf: Any) -> _Row | None:
-    if is_tensor(leaf):
-        return as_tensor(leaf).spec
-    cell = as_object(leaf)
-    if not is_main_replica(cell.replica_id):
-        return None
-    return _Cell(cell.key, cell.unique_key, prod(cell.global_shape))
+def _held(sharded_part: ShardedStateDict, rank: int) -> tuple[ShardTable, list[_Cell]]:
+    """Return this rank's shards of tensors and main copies of objects."""
+    leaves = list(leaves_of(sharded_part))
+    objects = [as_object(leaf) for leaf in leaves if is_object(leaf)]
+    cells = [_Cell(o.key, o.unique_key, prod(o.global_shape)) for o in objects if is_main_replica(o.replica_id)]
+    return ShardTable.of(rank, [as_tensor(leaf).spec for leaf in leaves if is_tensor(leaf)]), cells
 
 
-def _problems(rows: Sequence[Sequence[_Row | None]]) -> list[CheckpointError]:
-    shards: dict[str, list[tuple[int, ShardSpec]]] = {}
-    cells: dict[str, list[tuple[int, _Cell]]] = {}
-    for rank, own in enumerate(rows):
-        for row in own:
-            if isinstance(row, ShardSpec):
-                shards.setdefault(row.key, []).append((rank, row))
-            elif row is not None:
-                cells.setdefault(row.key, []).append((rank, row))
-    found: list[CheckpointError] = []
-    for _, held in sorted(shards.items()):
-        found += _tensor_problems(held)
-    for _, grid in sorted(cells.items()):
-        found += _object_problems(grid)
-    return found
+def _problems(held: Sequence[tuple[ShardTable, list[_Cell]]]) -> list[ProblemError]:
+    table, conflicts = ShardTable.join([table for table, _ in held])
+    found = [*map(asserted, check_conflicts(conflicts)), *check_mains(table)]
+    grids: dict[str, list[tuple[int, _Cell]]] = {}
+    for rank, (_, cells) in enumerate(held):
+        for cell in cells:
+            grids.setdefault(cell.key, []).append((rank, cell))
+    return [*found, *(problem for _, grid in sorted(grids.items()) for problem in _object_problems(grid))]
 
 
-def _tensor_problems(held: Sequence[tuple[int, ShardSpec]]) -> list[CheckpointError]:
-    rank, first = held[0]
-    other = next(((r, s) for r, s in held if s.array != first.array), None)
-    if other is not None:
-        return [*check_conflicts([Conflict(rank, first.array, other[0], other[1].array)])]
-    mains: dict[Any, int] = {}
-    found: list[CheckpointError] = []
-    writes = []
-    for rank, shard in held:
-        if not shard.is_main or not shard.size:
-            continue
-        if shard.identity in mains:
-            found.append(ReplicaError(
-                "a shard has several main copies", shard.key, (mains[shard.identity], rank), shard.array.shape,
-                shard.box.start, remedy="Give all copies but one another replica id than 0",
-            ))  # fmt: skip
-            continue
-        mains[shard.identity] = rank
-        writes += [(rank, fragment.box) for fragment in fragments(shard)]
-    return [*found, *check_cover(first.array, writes)] if first.array.nbytes else found
-
-
-def _object_problems(grid: Sequence[tuple[int, _Cell]]) -> list[CheckpointError]:
+def _object_problems(grid: Sequence[tuple[int, _Cell]]) -> list[ProblemError]:
     owners: dict[str, int] = {}
-    found: list[CheckpointError] = []
+    found: list[ProblemError] = []
     for rank, cell in grid:
         if cell.unique_key in owners:
             found.append(

@@ -82,7 +82,7 @@ def foreign():
 
     with pytest.raises(PolicyError, match="read Zarr"):
         FullyParallelLoadStrategyWrapper(Loader())
-    with pytest.raises(PolicyError, match="exchange_algo"):
+    with pytest.raises(NotImplementedError, match="exchange_algo"):
         FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), None, False, "carrier pigeon")
     with pytest.raises(PolicyError, match="background"):
         FullyParallelSaveStrategyWrapper(Saver("a", 1)).async_save({}, "")

@@ -93,7 +93,7 @@ def test_problems_of_one_rank_are_raised_on_all(two, tmp_path):
     cases = two.run(failing, tmp_path)
     twice, shapes, factory, objects, there, leaf, strict, none, access = cases[0]
     assert cases[0] == cases[1]
-    assert "several main copies" in twice
+    assert "two main replicas" in twice
     assert "'w'" in twice
     assert "rank (0, 1)" in twice
     assert "disagree about the shape" in shapes
@@ -103,8 +103,36 @@ def test_problems_of_one_rank_are_raised_on_all(two, tmp_path):
     assert "rank 1" in leaf
     assert "'v'" in strict
     assert "does not exist" in none
-    assert "several main copies" in access
+    assert "two main replicas" in access
     assert not (tmp_path / "twice" / "zarr.json").exists()
+
+
+def misuse():
+    """Return what each rank is told of calls that no other rank takes part in."""
+    import torch
+
+    from functional_ckpt.torch.mapping import ShardedTensor
+
+    shard = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, launch.rank(), 2))
+    calls = (
+        lambda: shard.narrow(0, 1, 2),
+        lambda: shard.narrow(5, 0, 1),
+        lambda: ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 0, 2), (0, 1, 2)),
+        lambda: ShardedTensor.from_rank_offsets("w", torch.ones(2), (3, 0, 2)),
+        lambda: ShardedTensor("w", None, torch.float32, (2,), (4,), (3,), None),
+        lambda: ShardedTensor("w", None, torch.float32, (2,), (4,), (2,), (2, 1)),
+    )
+    texts = []
+    for call in calls:
+        with pytest.raises(ValueError, match="key 'w'") as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_misuse_names_the_rank(two):
+    for rank, texts in enumerate(two.run(misuse)):
+        assert all(f"rank {rank}" in text for text in texts), texts
 
 
 def common():

@@ -12,6 +12,7 @@ import attrs
 
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import CheckpointError, SpecError, raise_problems
+from functional_ckpt.torch.exceptions import SpecAssertionError
 from functional_ckpt.torch.group import torch_gather
 
 __all__ = ["AsyncCallsQueue", "AsyncRequest"]
@@ -88,7 +89,7 @@ class AsyncRequest(NamedTuple):
         if self.preload_fn is None:
             return self.async_fn_args
         if len(self.async_fn_args) != 3:
-            raise SpecError("a request with a preload_fn has three arguments", found=len(self.async_fn_args))
+            raise SpecAssertionError("a request with a preload_fn has three arguments", found=len(self.async_fn_args))
         first, _, last = self.async_fn_args
         return first, self.preload_fn(), last
 

@@ -10,10 +10,11 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
+from functional_ckpt.errors import ShapeError, SpecError
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import fragments
 from functional_ckpt.torch.dcp import ChunkStorageMetadata, MetadataIndex, WriteItem, chunk_of, write_item
+from functional_ckpt.torch.exceptions import LeafAssertionError, SpecAssertionError
 from functional_ckpt.torch.sharded_tensor import ShardedTensor
 
 __all__ = ["CheckpointableShardedTensor", "LocalShardsContainer"]
@@ -71,11 +72,11 @@ class CheckpointableShardedTensor(torch.Tensor):
         Raises
         ------
         CheckpointingException
-            If it is no `ShardedTensor`, or has no data.
+            If it is no `ShardedTensor` (an ``AssertionError`` too), or has no data.
         """
         if not isinstance(sh_ten, ShardedTensor):
-            raise UnsupportedLeafError("this is no sharded tensor", expected="ShardedTensor",
-                                       found=type(sh_ten).__name__)  # fmt: skip
+            raise LeafAssertionError("this is no sharded tensor", expected="ShardedTensor",
+                                     found=type(sh_ten).__name__)  # fmt: skip
         return cls(sh_ten.data, sh_ten)  # type: ignore[arg-type] # None is refused there
 
     def __create_write_items__(
@@ -131,7 +132,8 @@ class LocalShardsContainer(torch.Tensor):
     Raises
     ------
     CheckpointingException
-        If there is none, one is of another type, or they differ in key, global shape or data type.
+        If there is none, or one is of another type (an ``AssertionError`` too), or they differ in key, global shape or
+        data type.
 
     Examples
     --------
@@ -147,11 +149,11 @@ class LocalShardsContainer(torch.Tensor):
     def __new__(cls, local_shards: list[torch.Tensor]) -> "LocalShardsContainer":
         """Return a tensor of the global shape without memory."""
         if not local_shards:
-            raise SpecError("a container needs at least one shard")
+            raise SpecAssertionError("a container needs at least one shard")
         for shard in local_shards:
             if not isinstance(shard, CheckpointableShardedTensor):
-                raise UnsupportedLeafError("a container holds shards only", found=type(shard).__name__,
-                                           expected="CheckpointableShardedTensor")  # fmt: skip
+                raise LeafAssertionError("a container holds shards only", found=type(shard).__name__,
+                                         expected="CheckpointableShardedTensor")  # fmt: skip
         first = local_shards[0]
         for shard in local_shards[1:]:
             _check_same(first, shard)  # type: ignore[arg-type] # checked above

@@ -9,6 +9,7 @@ import attrs
 from functional_ckpt.comm import agree, together
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.torch.exceptions import AlgorithmError
 from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict
 from functional_ckpt.torch.sharded_state import as_tensor, is_tensor
@@ -162,7 +163,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Raises
     ------
     CheckpointingException
-        For another strategy, or a way to exchange that Megatron does not know.
+        For another strategy, or a way to exchange that Megatron does not know (a ``NotImplementedError`` too).
 
     Examples
     --------
@@ -181,8 +182,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
             raise PolicyError("only ranks that read Zarr can read for one another", found=type(strategy).__name__,
                               expected="ZarrLoadShardedStrategy")  # fmt: skip
         if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
-            raise PolicyError("exchange_algo is unknown", found=exchange_algo,
-                              expected="'broadcast', 'gather_object' or 'gather_rounds'")  # fmt: skip
+            raise AlgorithmError("exchange_algo is unknown", found=exchange_algo,
+                                 expected="'broadcast', 'gather_object' or 'gather_rounds'")  # fmt: skip
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution

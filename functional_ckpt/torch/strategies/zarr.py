@@ -15,9 +15,11 @@ import numpy as np
 
 from functional_ckpt.api import async_save, load, save
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
+from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
 from functional_ckpt.pending import PendingSave
+from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.commit import ROOT
 from functional_ckpt.store.opening import open_store
@@ -48,6 +50,7 @@ __all__ = [
     "BACKEND",
     "LOAD_POLICY",
     "SAFE_GLOBALS",
+    "SAVE_POLICY",
     "VERSION",
     "ZarrLoadCommonStrategy",
     "ZarrLoadShardedStrategy",
@@ -64,6 +67,9 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0], codecs.encode, io.BytesIO,
     argparse.Namespace, *(type(np.dtype(code)) for code in np.typecodes["All"]),
 )  # fmt: skip
+
+#: How sharded leaves are saved by default: flat shards end anywhere, and smaller chunks mean that less of them moves.
+SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
 #: How both load strategies load by default.
 LOAD_POLICY = LoadPolicy(cast="any", safe_globals=SAFE_GLOBALS)
@@ -92,7 +98,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         *,
-        policy: SavePolicy = SavePolicy(),
+        policy: SavePolicy = SAVE_POLICY,
         process_group: Any = None,
     ) -> None:
         super().__init__(backend, version)
@@ -113,7 +119,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             On every rank, with all problems at once: cells that no main copy covers or two do, a path that holds a
             checkpoint, and so on. Nothing is published then.
         """
-        leaves = agree(self._gather(), lambda: leaves_to_save(sharded_state_dict))
+        leaves = agree(self.gather(), lambda: leaves_to_save(sharded_state_dict))
         save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
@@ -136,10 +142,11 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank, for what is found before the copy.
         """
-        leaves = agree(self._gather(), lambda: leaves_to_save(sharded_state_dict))
+        leaves = agree(self.gather(), lambda: leaves_to_save(sharded_state_dict))
         return async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
-    def _gather(self) -> Gather:
+    def gather(self) -> Gather:
+        """Return the ranks that save together."""
         return torch_gather(self.process_group, self.policy.timeout_s, "sync")
 
 
@@ -198,6 +205,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         """
         gather = torch_gather(self.process_group, self.policy.timeout_s, "sync")
 
+        @collector_paused()
         def ask() -> Request:
             reshaped = any(is_tensor(x) and x.allow_shape_mismatch for x in leaves_of(sharded_state_dict))
             entries = read_manifest(checkpoint_dir).by_key if reshaped else {}
