@@ -20,7 +20,7 @@ from functional_ckpt.torch.sharded_state import as_ours
 from functional_ckpt.torch.sharded_tensor import ShardedTensor
 from functional_ckpt.torch.state_tree import leaves_of
 
-__all__ = ["flat_parts", "load_optimizer_state", "sharded_optimizer_state"]
+__all__ = ["FlatPart", "flat_parts", "load_optimizer_state", "sharded_optimizer_state"]
 
 _PREFIX = "optimizer.state"
 _MASTER = "fp32_param"
@@ -178,8 +178,10 @@ def _shards_of(
 ) -> Iterator[ShardedTensor]:
     """Yield the shards of all states of one range of a parameter."""
     if leaf is None:
+        names = (pair for chunk in getattr(part, "model_chunks", ()) for pair in chunk.named_parameters())
         raise SpecError(
-            "a parameter of the optimizer is in no sharded tensor of the model", shape=tuple(parameter.shape),
+            "a parameter of the optimizer is in no sharded tensor of the model",
+            next((name for name, one in names if one is parameter), None), shape=tuple(parameter.shape),
             remedy="Pass sharded_state_dict() of the model itself, made after the DDP wrapper",
         )  # fmt: skip
     group, order = part.model_param_group_index_map[parameter]
