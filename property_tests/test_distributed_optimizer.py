@@ -43,7 +43,7 @@ def halves(*offsets, along=0, prepended=0, grid=(0, 1)):
 
 @st.composite
 def parameters(draw, key, tp):
-    """Parameters that share a key, one per layer: shape, whether ranks hold parts of it, and how a rank describes it."""
+    """Parameters that share a key, one per layer: shape, whether it is cut over ranks, and how a rank describes it."""
     shape, cut, folded = draw(SHAPES), draw(st.booleans()), draw(st.booleans())
     layers = draw(st.integers(0, 2))
 
