@@ -1,5 +1,6 @@
 """What each rank does for `benchmarks.optimizer`: saves and loads of the state of a distributed optimizer."""
 
+import gc
 import logging
 import os
 import warnings
@@ -183,7 +184,10 @@ def try_load(path: Path, name: str, layout: str, size: Size) -> int:
     with _megatron():
         training = Training(layout, size)
         training.blank()
-        FORMATS[name].load(training, path)
+        try:
+            FORMATS[name].load(training, path)
+        except BaseException as error:  # DCP's is no Exception, and would be lost
+            raise RuntimeError(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}") from None
         return training.wrong()
 
 
@@ -192,8 +196,13 @@ def _megatron() -> Iterator[None]:
     """Megatron without a GPU, without its warnings, and, like all here, without syncing files."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(action="ignore"), mock.patch.object(os, "fsync"):
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
         pretend()
         yield
+        # Megatron keeps a queue in a process of its own, which would outlive the ranks.
+        filesystem_async._results_queue = None
+        gc.collect()
 
 
 def _values(shard: Any) -> torch.Tensor:
