@@ -11,36 +11,19 @@ from hypothesis import event, find, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
+from functional_ckpt.comm import GatherOnly
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.sharding import World
 from functional_ckpt.testing import laws, model
 from functional_ckpt.testing import strategies as fst
-from functional_ckpt.testing.simulate import SimulatedGather, run_ranks
+from functional_ckpt.testing.simulate import run_ranks
 from property_tests.test_roundtrip import directory, joined, load_world, tree_bytes, trees
 
 RUNGS = st.sampled_from(["owned", "exclusive", "shared"])
 # Each example saves and loads several times.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
-
-
-@attrs.frozen
-class GatherOnly:
-    """A group whose ranks cannot exchange data."""
-
-    inner: SimulatedGather
-
-    @property
-    def rank(self):
-        return self.inner.rank
-
-    @property
-    def size(self):
-        return self.inner.size
-
-    def all_gather(self, value):
-        return self.inner.all_gather(value)
 
 
 @st.composite

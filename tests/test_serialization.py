@@ -14,18 +14,14 @@ import functional_ckpt  # noqa: E402
 from functional_ckpt.errors import (  # noqa: E402
     AlreadyExistsError,
     DuplicateKeyError,
-    GapError,
     NotACheckpointError,
     ObjectCodecError,
-    OverlapError,
     PolicyError,
-    ReplicaError,
     ShapeError,
     SpecError,
     UnsupportedLeafError,
 )
 from functional_ckpt.torch.core import check_is_distributed_checkpoint  # noqa: E402
-from functional_ckpt.torch.exceptions import DTypeAssertionError, ShapeAssertionError  # noqa: E402
 from functional_ckpt.torch.mapping import (  # noqa: E402
     LocalNonpersistentObject,
     ShardedObject,
@@ -283,47 +279,6 @@ def test_a_save_that_failed_leaves_a_place_for_the_next(tmp_path):
     assert load_common_state_dict(tmp_path) == {"step": 2}
 
 
-def test_access_is_validated(tmp_path, problems_of):
-    third = tensor("w", torch.ones(2), (0, 0, 3))
-    irregular = [
-        ShardedTensor("w", torch.ones(n), torch.float32, (n,), (5,), (at,), None) for n, at in ((3, 0), (3, 2))
-    ]
-    objects = [ShardedObject("o", 1, (2,), (0,)), ShardedObject("o", 1, (2,), (0,))]
-    for leaves, kinds in (
-        ([third], {GapError}),
-        ([tensor("w", W), tensor("w", W)], {ReplicaError}),
-        (irregular, {OverlapError}),
-        (irregular[:1], {GapError}),
-        ([tensor("w", W, replica_id=1)], {GapError}),
-        (objects, {ReplicaError, GapError}),
-        ([tensor("w", W), tensor("w", W.double())], {DTypeAssertionError}),
-        ([tensor("w", W), tensor("w", W[:3])], {ShapeAssertionError}),
-        (cuts(0, 5, 9), {GapError}),
-    ):
-        problems = problems_of(save, {"x": leaves}, tmp_path / "a")
-        assert {type(p) for p in problems} == kinds, problems
-        assert all(p.key for p in problems)
-    assert not (tmp_path / "a" / "zarr.json").exists()
-
-
-def test_shards_of_one_tensor_need_not_be_of_one_grid(tmp_path):
-    rows = ShardedTensor("w", W[4:].clone(), W.dtype, (2, 4), (6, 4), (4, 0), None)
-    save({"w": [tensor("w", W[i : i + 2].clone(), (0, i // 2, 3)) for i in (0, 2)] + [rows]}, tmp_path)
-    assert torch.equal(load_plain_tensors(tmp_path)["w"], W)
-
-
-def test_holes_are_refused_without_validation_too(tmp_path):
-    with pytest.raises(GapError, match="'w'"):
-        save({"w": tensor("w", torch.ones(2), (0, 0, 3))}, tmp_path, validate_access_integrity=False)
-
-
-def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
-    save({"a": tensor("k", W.clone()), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "a")
-    assert load({"b": ShardedObject("k", None, (1,), (0,))}, tmp_path / "a")["b"] == 5
-    with pytest.raises(DuplicateKeyError):
-        save({"a": tensor("k/shard_0_1", W), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "b")
-
-
 @pytest.mark.parametrize("leaf", [(tensor("w", W), 1), (1, ((tensor("w", W),),))])
 def test_a_sharded_leaf_in_a_tuple_is_refused_when_it_is_saved(tmp_path, leaf):
     with pytest.raises(UnsupportedLeafError, match="a tuple is one leaf"):
@@ -414,15 +369,3 @@ def test_objects_go_to_the_common_strategy_if_the_sharded_one_cannot(tmp_path):
 def test_other_leaves_are_refused_by_the_sharded_strategy(tmp_path):
     with pytest.raises(UnsupportedLeafError):
         ZarrSaveShardedStrategy().save({"a": 5}, tmp_path)
-
-
-def test_twenty_thousand_tensors_are_planned_in_time():
-    import time
-
-    from functional_ckpt.torch.sharded_state import leaves_to_save
-
-    data = torch.ones(4)
-    tensors = [tensor(f"layer.{i}.weight", data, (0, 1, 8)) for i in range(20_000)]
-    began = time.process_time()
-    assert len(leaves_to_save({"model": tensors})) == 20_000
-    assert time.process_time() - began < 3

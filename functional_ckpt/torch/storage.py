@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from functional_ckpt.capture import Captured
 from functional_ckpt.collector import RareCollection, collector_paused
-from functional_ckpt.comm import Gather, LocalGather, agree
+from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.policy import SavePolicy
@@ -45,7 +45,7 @@ from functional_ckpt.torch.dcp import (
 )
 from functional_ckpt.torch.group import Link, member_link
 from functional_ckpt.torch.items import captured_plan
-from functional_ckpt.torch.rank_local import GatherOnly, with_pure_grid
+from functional_ckpt.torch.rank_local import with_pure_grid
 from functional_ckpt.torch.storage_reader import ZarrStorageReader, has_store
 from functional_ckpt.torch.writing import Writing, abandon_left
 

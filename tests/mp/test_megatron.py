@@ -7,7 +7,10 @@ processes, which the pool's daemons may not.
 
 import json
 import os
+import runpy
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +24,8 @@ with warnings.catch_warnings():
     import megatron.core
 
 pytestmark = pytest.mark.mp
+
+SNIPPET = Path(__file__).resolve().parents[2] / "docs" / "snippets" / "megatron_newer.py"
 
 IS_NEWER = not megatron.core.__version__.startswith("0.16")
 until_016 = pytest.mark.skipif(IS_NEWER, reason="later versions have neither a registry nor a way to pass a strategy")
@@ -220,31 +225,25 @@ def wrapped(rank, path):
     """Save and load as docs/megatron.md says for versions that know no strategies but their own."""
     from megatron.core import dist_checkpointing as mcore
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-        FullyParallelLoadStrategyWrapper,
-        FullyParallelSaveStrategyWrapper,
-    )
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
+    from functional_ckpt.torch.megatron import ZarrLoadStrategy
 
-    saver = FullyParallelSaveStrategyWrapper(ZarrSaveStrategy())
-    saver.backend = "functional_ckpt"
+    shown = SimpleNamespace(**runpy.run_path(str(SNIPPET)))
     places = {name: path / name for name in ("now", "later")}
     for place in places.values():
         place.mkdir(exist_ok=True)
     dist.barrier()
-    mcore.save(state(rank)[0], str(places["now"]), saver)
+    shown.save(state(rank)[0], str(places["now"]))
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(mcore.save(state(rank)[0], str(places["later"]), saver, async_sharded_save=True))
+    queue.schedule_async_request(shown.save(state(rank)[0], str(places["later"]), async_sharded_save=True))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     queue.close()
+    loader = FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object")
     for place in places.values():
-        for loader in (
-            ZarrLoadStrategy(),
-            FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object"),
-        ):
+        for load in (shown.load, lambda wanted, place: mcore.load(wanted, place, loader)):
             wanted, want = state(rank, 1, fill=False)
-            check(mcore.load(wanted, str(place), loader), want, rank)
+            check(load(wanted, str(place)), want, rank)
         _, missing, unexpected = mcore.load(state(rank)[0], str(place), ZarrLoadStrategy(), strict="return_all")
         assert (missing, unexpected) == (set(), set())
         assert {*mcore.load_tensors_metadata(str(place), ZarrLoadStrategy())} == {"model/w", "layers", "copy", "half"}
