@@ -187,7 +187,8 @@ def try_load(path: Path, name: str, layout: str, size: Size) -> int:
         try:
             FORMATS[name].load(training, path)
         except BaseException as error:  # DCP's is no Exception, and would be lost
-            raise RuntimeError(f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}") from None
+            text = " ".join(str(error).split())
+            raise RuntimeError(f"{type(error).__name__}: {text[:200]}") from None
         return training.wrong()
 
 

@@ -82,6 +82,7 @@ def train_on_under_every_layout(shown, path, dtype, tolerance):
         save_gathered(ddp, optimizer, path / f"{name}-gathered")
         found = train(ddp, optimizer, 3)
         assert found == pytest.approx(expected, rel=0 if name == "tp2-dp2" else tolerance), name
+    # What the losses can tell: one moment lost is seen.
     ddp, optimizer = gpt(2, 1, dtype)
     shown.load_training(ddp, optimizer, path / "saved")
     for state in optimizer.chained_optimizers[0].optimizer.state.values():
