@@ -37,6 +37,13 @@ def test_access_is_validated(tmp_path, problems_of):
     assert not (tmp_path / "a" / "zarr.json").exists()
 
 
+def test_copies_are_not_counted(tmp_path):
+    copies = [[ShardedObject("o", i, (1,), (0,), i), tensor("w", W + i, replica_id=i)] for i in (0, 1, 2)]
+    save({"x": copies}, tmp_path)
+    found = load({"o": ShardedObject("o", None, (1,), (0,)), "w": tensor("w", torch.zeros(6, 4))}, tmp_path)
+    assert (found["o"], found["w"].tolist()) == (0, W.tolist())
+
+
 def test_shards_of_one_tensor_need_not_be_of_one_grid(tmp_path):
     rows = ShardedTensor("w", W[4:].clone(), W.dtype, (2, 4), (6, 4), (4, 0), None)
     save({"w": [tensor("w", W[i : i + 2].clone(), (0, i // 2, 3)) for i in (0, 2)] + [rows]}, tmp_path)

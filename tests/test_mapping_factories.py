@@ -21,7 +21,7 @@ from functional_ckpt.torch.mapping import (  # noqa: E402
     apply_factories,
     apply_factory_merges,
 )
-from functional_ckpt.torch.state_tree import assign_in_place  # noqa: E402
+from functional_ckpt.torch.state_tree import assign_in_place, joined, with_lists  # noqa: E402
 
 
 def halves(key, tensor, replica_id, flattened_range):
@@ -180,12 +180,29 @@ def test_a_merge_that_returns_another_shape_is_refused():
     with pytest.raises(ShapeError, match=r"at 'x.y' returned another shape: key 'w'.*\(4,\).*\(2,\)"):
         apply_factory_merges({"x": {"y": parts}}, {"x": {"y": thing}})
     assert apply_factory_merges({"x": parts}, {"x": thing.without_data()})["x"].tolist() == [0, 1]
+    square = factory(merge=lambda loaded: torch.stack([loaded["a"], loaded["b"]]))
+    with pytest.raises(ShapeError, match="another shape"):
+        apply_factory_merges({"x": parts}, {"x": square})
 
 
 def test_pure_variants_change_nothing():
     state = {"a": [factory()]}
     assert set(built(state)["a"][0]) == {"a", "b"}
     assert isinstance(state["a"][0], ShardedTensorFactory)
+
+
+def test_parts_of_lists_are_joined():
+    assert joined({"a": []}, {"a": [1, 2]}) == joined({"a": [1, 2]}, {"a": {}}) == {"a": [1, 2]}
+    assert joined([], {}) == {}
+    with pytest.raises(ValueError, match="differ in length: key 'a'"):
+        joined({"a": [1]}, {"a": [1, 2]})
+
+
+def test_lists_without_a_hole_come_back():
+    assert with_lists({1: 2, 0: 1}, [None, None]) == [1, 2]
+    with pytest.raises(ValueError, match="hole"):
+        with_lists({0: 1, 2: 3}, [None, None])
+    assert with_lists({0: 1, 2: 3}, [None, None], holes=True) == {0: 1, 2: 3}
 
 
 def test_assigning_in_place_keeps_containers_of_the_same_kind():

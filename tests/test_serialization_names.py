@@ -69,6 +69,7 @@ def test_strict_handling():
     assert [mode.name for mode in modes] == [value.upper() for value in STRICT]
     assert [m.value for m in modes if not modes.requires_explicit_ckpt_mismatch_check(m)] == STRICT[:1]
     assert {m.value for m in modes if modes.requires_global_app_metadata(m)} == {v for v in STRICT if v.endswith("all")}
+    assert [m.value for m in modes if m.looks_for_missing] == ["log_all", "raise_all", "return_all"]
     assert {m.value for m in modes if modes.requires_returning_mismatch_keys(m)} == {STRICT[5], STRICT[6]}
 
 
