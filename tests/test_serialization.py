@@ -42,6 +42,7 @@ from functional_ckpt.torch.serialization import (  # noqa: E402
     remove_sharded_tensors,
     save,
 )
+from functional_ckpt.torch.sharded_state import leaves_to_save  # noqa: E402
 from functional_ckpt.torch.strategies.base import (  # noqa: E402
     SaveShardedStrategy,
     StrategyAction,
@@ -307,6 +308,7 @@ def test_access_is_validated(tmp_path, problems_of):
 
 
 def test_copies_are_not_counted(tmp_path):
+    assert leaves_to_save([tensor("w", W, replica_id=(0, 1)), ShardedObject("o", 5, (1,), (0,), 1)]) == {}
     copies = [[ShardedObject("o", i, (1,), (0,), i), tensor("w", W + i, replica_id=i)] for i in (0, 1, 2)]
     save({"x": copies}, tmp_path)
     found = load({"o": ShardedObject("o", None, (1,), (0,)), "w": tensor("w", torch.zeros(6, 4))}, tmp_path)
@@ -425,8 +427,6 @@ def test_other_leaves_are_refused_by_the_sharded_strategy(tmp_path):
 
 def test_twenty_thousand_tensors_are_planned_in_time():
     import time
-
-    from functional_ckpt.torch.sharded_state import leaves_to_save
 
     data = torch.ones(4)
     tensors = [tensor(f"layer.{i}.weight", data, (0, 1, 8)) for i in range(20_000)]
