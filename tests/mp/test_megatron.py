@@ -7,7 +7,9 @@ processes, which the pool's daemons may not.
 
 import json
 import os
+import runpy
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.mp
 IS_NEWER = not megatron.core.__version__.startswith("0.16")
 until_016 = pytest.mark.skipif(IS_NEWER, reason="later versions have neither a registry nor a way to pass a strategy")
 
+SNIPPET = Path(__file__).resolve().parents[2] / "docs" / "snippets" / "megatron_newer.py"
 NO_CUDA = "import torch\ntorch.cuda.device_count = lambda: 1\ntorch.cuda.set_device = lambda *_: None\n"
 
 
@@ -219,32 +222,27 @@ def wrapped(rank, path):
     """Save and load as docs/megatron.md says for versions that know no strategies but their own."""
     from megatron.core import dist_checkpointing as mcore
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-        FullyParallelLoadStrategyWrapper,
-        FullyParallelSaveStrategyWrapper,
-    )
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
+    from functional_ckpt.torch.megatron import ZarrLoadStrategy
 
-    saver = FullyParallelSaveStrategyWrapper(ZarrSaveStrategy())
-    saver.backend = "functional_ckpt"
+    shown = runpy.run_path(str(SNIPPET))
     places = {name: path / name for name in ("now", "later")}
     for place in places.values():
         place.mkdir(exist_ok=True)
     dist.barrier()
-    mcore.save(state(rank)[0], str(places["now"]), saver)
+    assert shown["save"](state(rank)[0], str(places["now"])) is None
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(mcore.save(state(rank)[0], str(places["later"]), saver, async_sharded_save=True))
+    queue.schedule_async_request(shown["save"](state(rank)[0], str(places["later"]), async_sharded_save=True))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     queue.close()
     for place in places.values():
-        for loader in (
-            ZarrLoadStrategy(),
-            FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object"),
-        ):
-            wanted, want = state(rank, 1, fill=False)
-            check(mcore.load(wanted, str(place), loader), want, rank)
-        _, missing, unexpected = mcore.load(state(rank)[0], str(place), ZarrLoadStrategy(), strict="return_all")
+        wanted, want = state(rank, 1, fill=False)
+        check(shown["load"](wanted, str(place)), want, rank)
+        wanted, want = state(rank, 1, fill=False)
+        loader = FullyParallelLoadStrategyWrapper(ZarrLoadStrategy(), exchange_algo="gather_object")
+        check(mcore.load(wanted, str(place), loader), want, rank)
+        _, missing, unexpected = shown["load"](state(rank)[0], str(place), strict="return_all")
         assert (missing, unexpected) == (set(), set())
         assert {*mcore.load_tensors_metadata(str(place), ZarrLoadStrategy())} == {"model/w", "layers", "copy", "half"}
         assert mcore.serialization.load_common_state_dict(str(place)) == {"step": 3}
