@@ -8,6 +8,7 @@ from functional_ckpt.errors import DuplicateKeyError, GapError, OverlapError, Re
 from functional_ckpt.torch.exceptions import DTypeAssertionError, ShapeAssertionError  # noqa: E402
 from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from functional_ckpt.torch.serialization import load, load_plain_tensors, save  # noqa: E402
+from functional_ckpt.torch.sharded_state import leaves_to_save  # noqa: E402
 
 W = torch.arange(24.0).reshape(6, 4)
 tensor = ShardedTensor.from_rank_offsets
@@ -38,6 +39,7 @@ def test_access_is_validated(tmp_path, problems_of):
 
 
 def test_copies_are_not_counted(tmp_path):
+    assert leaves_to_save([tensor("w", W, replica_id=(0, 1)), ShardedObject("o", 5, (1,), (0,), 1)]) == {}
     copies = [[ShardedObject("o", i, (1,), (0,), i), tensor("w", W + i, replica_id=i)] for i in (0, 1, 2)]
     save({"x": copies}, tmp_path)
     found = load({"o": ShardedObject("o", None, (1,), (0,)), "w": tensor("w", torch.zeros(6, 4))}, tmp_path)
