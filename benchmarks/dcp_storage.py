@@ -24,10 +24,10 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 import functional_ckpt
 from benchmarks.competitors import DCP, OURS
-from benchmarks.group import gathered, run_ranks, timed_by_all
+from benchmarks.group import run_ranks, timed_by_all
 from benchmarks.measure import Samples, ratio, rotated
 from benchmarks.place import Place, default_directories, scratch_place
-from benchmarks.ranks_job import Work
+from benchmarks.ranks_job import Work, timed_save, timed_saves
 from benchmarks.sharded import DState, Library, all_ranks, library, prove, sharded
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, new_table, time_cells
@@ -88,14 +88,11 @@ def measure(place: Place, work: Work, rounds: int) -> Times:
     columns = sharded(mesh, work.tensors(), COLUMNS) if work.large_nbytes else None
     paths: dict[str, Path] = {}
     for one in everyone:
-        paths[one.name] = gathered(place.fresh_path())[0]
-        one.save(state, paths[one.name])
+        paths[one.name], _ = timed_save(one, state, place)
         prove(lambda one=one: one.load(rows, paths[one.name]), rows, work.tensors(), ROWS, one.name)
     times = Times(*({one.name: [] for one in everyone} for _ in range(3)))
     for number in range(rounds):
-        for one in rotated(everyone, number):
-            path = gathered(place.fresh_path())[0]
-            times.saves[one.name].append(timed_by_all(lambda one=one, path=path: one.save(state, path)))
+        timed_saves(rotated(everyone, number), state, place, times.saves)
         for one in rotated(everyone, number):
             path = paths[one.name]
             times.loads[one.name].append(timed_by_all(lambda one=one, path=path: one.load(rows, path)))

@@ -25,7 +25,7 @@ from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, size_cells, time_cells
 
 BUDGET_NBYTES = 64 * MIB
-SYNC, ASYNC = "save", "async_save"
+SYNC, ASYNC, RESHARD = "save", "async_save", "load, rows to columns"
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ QUICK = Size(500, 64 * MIB, 3)
 
 @attrs.frozen
 class Results:
-    """What was measured with one number of ranks in one place; peaks by (library, kind of save)."""
+    """What was measured with one number of ranks in one place; peaks by (library, kind of call)."""
 
     small: Times
     large: Times
@@ -79,7 +79,7 @@ def _measure(place: Place, ranks: int, size: Size) -> Results:
     for name in (OURS, DCP):
         _tell(f"{ranks} ranks, {place.title}: memory of {name} ...")
         found = run_ranks(ranks, measure_peaks, place, name, size.large_nbytes, BUDGET_NBYTES)
-        peaks.update(zip(((name, SYNC), (name, ASYNC)), found, strict=True))
+        peaks.update(zip(((name, kind) for kind in (SYNC, ASYNC, RESHARD)), found, strict=True))
     return Results(*times, peaks)
 
 
@@ -92,6 +92,7 @@ def _figures(size: Size) -> tuple[Figure, ...]:
             f"async_save: peak extra / (own state + budget of {BUDGET_NBYTES // MIB} MiB)",
             "<=", 1, _async_peak,
         ),
+        Figure(f"load, rows to columns: peak extra / budget of {BUDGET_NBYTES // MIB} MiB", "<=", 1, _load_peak),
     )  # fmt: skip
 
 
@@ -105,6 +106,10 @@ def _files(results: Results) -> float:
 def _async_peak(results: Results) -> float:
     peak = results.peaks[OURS, ASYNC]
     return peak.extra_nbytes / (peak.state_nbytes + BUDGET_NBYTES)
+
+
+def _load_peak(results: Results) -> float:
+    return results.peaks[OURS, RESHARD].extra_nbytes / BUDGET_NBYTES
 
 
 def _times_table(title: str, results: Results) -> Table:

@@ -1,6 +1,6 @@
-"""What each rank does for `benchmarks.ranks`: timed saves and loads, and the peak memory of a save."""
+"""What each rank does for `benchmarks.ranks`: timed saves and loads, and the peak memory of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from benchmarks.rss import peak_extra_nbytes
 from benchmarks.sharded import DState, Library, Tensors, all_ranks, library, local_tensors, prove, sharded
 from benchmarks.state import MIB, large_tensors, small_tensors
 
-ROWS = 0
+ROWS, COLUMNS = 0, 1
 
 
 @attrs.frozen
@@ -43,7 +43,7 @@ class Times:
 
 @attrs.frozen
 class Peak:
-    """Bytes that a save added at most on the rank where it added most, and the bytes of that rank's own state."""
+    """Bytes that a call added at most on the rank where it added most, and the bytes of that rank's own state."""
 
     extra_nbytes: int
     state_nbytes: int
@@ -57,37 +57,48 @@ def measure_times(place: Place, work: Work, rounds: int) -> Times:
     loads: dict[str, Callable[[], object]] = {}
     first: dict[str, list[Sample]] = {}
     for one in libraries:
-        path, sample = _timed_save(one, state, place)
+        path, sample = timed_save(one, state, place)
         first[one.name] = [sample]
         loads[one.name] = partial(one.load, into, path)
         prove(loads[one.name], into, work.tensors(), ROWS, one.name)
     times = Times(first, {one.name: [] for one in libraries}, {one.name: [] for one in libraries})
     for number in range(rounds):
-        for one in rotated(libraries, number):
-            path, sample = _timed_save(one, state, place)
-            times.saves[one.name].append(sample)
-            if sample.left is not None:
-                place.discard(path, sample.left.files)
+        timed_saves(rotated(libraries, number), state, place, times.saves)
         for one in rotated(libraries, number):
             times.loads[one.name].append(timed_by_all(loads[one.name]))
     return times
 
 
-def measure_peaks(place: Place, name: str, nbytes: int, budget_nbytes: int) -> tuple[Peak, Peak]:
-    """Return the peaks of a save and of an asynchronous save in processes that have saved a small state before."""
+def measure_peaks(place: Place, name: str, nbytes: int, budget_nbytes: int) -> tuple[Peak, Peak, Peak]:
+    """Return the peaks of a save, of an asynchronous save and of a load that reshards rows to columns.
+
+    The processes have done the same with a small state before. What is loaded into is there before the load.
+    """
     one = library(name, budget_nbytes)
-    warm = sharded(all_ranks(), large_tensors(16 * MIB), ROWS)
-    state = sharded(all_ranks(), large_tensors(nbytes), ROWS)
+    warm, state = (sharded(all_ranks(), large_tensors(size), ROWS) for size in (16 * MIB, nbytes))
     peaks = []
     for save in (one.save, one.save_async):
         _run_once(save, warm, place)
         peaks.append(_peak(partial(_run_once, save, state, place), state))
-    return peaks[0], peaks[1]
+    columns = [sharded(all_ranks(), large_tensors(size), COLUMNS) for size in (16 * MIB, nbytes)]
+    for saved, into in zip((warm, state), columns, strict=True):
+        path, _ = timed_save(one, saved, place)
+        peak = _peak(partial(one.load, into, path), into)
+    return peaks[0], peaks[1], peak
 
 
-def _timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample]:
+def timed_saves(libraries: Sequence[Library], state: DState, place: Place, samples: Samples) -> None:
+    """Save by each library to a fresh path that does not stay, and add the samples."""
+    for one in libraries:
+        path, sample = timed_save(one, state, place)
+        samples[one.name].append(sample)
+        if sample.left is not None:  # on rank 0
+            place.discard(path, sample.left.files)
+
+
+def timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample]:
     """Save to a fresh path; rank 0 also measures what was left there."""
-    path = _fresh_path(place)
+    path = fresh_path(place)
     if dist.get_rank() == 0:
         place.settle()
     sample = timed_by_all(partial(one.save, state, path))
@@ -95,7 +106,7 @@ def _timed_save(one: Library, state: DState, place: Place) -> tuple[Path, Sample
 
 
 def _run_once(save: Callable[[DState, Path], object], state: DState, place: Place) -> None:
-    path = _fresh_path(place)
+    path = fresh_path(place)
     save(state, path)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -108,7 +119,7 @@ def _peak(run: Callable[[], object], state: DState) -> Peak:
     return max(peaks, key=lambda peak: peak.extra_nbytes)
 
 
-def _fresh_path(place: Place) -> Path:
+def fresh_path(place: Place) -> Path:
     return Path(gathered(str(place.fresh_path()) if dist.get_rank() == 0 else None)[0])
 
 

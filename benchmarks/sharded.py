@@ -29,7 +29,7 @@ class Library:
 
 
 def library(name: str, budget_nbytes: int | None = None) -> Library:
-    """Return ours, with a budget for saves, or DCP as it comes; nobody syncs."""
+    """Return ours, with a budget, or DCP as it comes; nobody syncs."""
     if name == DCP:
         return Library(
             DCP,
@@ -39,13 +39,14 @@ def library(name: str, budget_nbytes: int | None = None) -> Library:
         )
     budget = {} if budget_nbytes is None else {"budget_nbytes": budget_nbytes}
     policy = functional_ckpt.SavePolicy(durability="none", **budget)
+    reading = functional_ckpt.LoadPolicy(**budget)
     # Looked up now: names of the package are imported on first use, and an import is no part of a save.
     save, async_save, load = functional_ckpt.save, functional_ckpt.async_save, functional_ckpt.load
     return Library(
         OURS,
         lambda state, path: save(state, path, policy=policy),
         lambda state, path: async_save(state, path, policy=policy).result(),
-        load,
+        lambda into, path: load(into, path, policy=reading),
     )
 
 

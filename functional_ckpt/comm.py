@@ -16,7 +16,7 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.store.exchange import LocalExchange
 
-__all__ = ["Gather", "LocalGather", "agree", "together"]
+__all__ = ["Gather", "GatherOnly", "LocalGather", "agree", "together"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,34 @@ class LocalGather(LocalExchange):
     def all_gather(self, value: Any) -> list[Any]:
         """Return ``[value]``."""
         return [value]
+
+
+@attrs.frozen
+class GatherOnly:
+    """A group that agrees, but exchanges no data: pieces of a chunk then go to storage one by one.
+
+    Examples
+    --------
+    >>> from functional_ckpt.store.exchange import Exchange
+    >>> isinstance(GatherOnly(LocalGather()), Exchange)
+    False
+    """
+
+    gather: Gather
+
+    @property
+    def rank(self) -> int:
+        """Position of this process in the group."""
+        return self.gather.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the group."""
+        return self.gather.size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank."""
+        return self.gather.all_gather(value)
 
 
 def agree(gather: Gather, function: Callable[[], T]) -> T:

@@ -148,15 +148,17 @@ class NumpyLeaves:
             held = HeldArray(shard.array, (HostBuffer(array),), False, id(array), None, (shard,))
             return Target(held, lambda: array)
         if isinstance(leaf, LocalShards):
-            return Target(_local_shards(key, leaf), lambda: leaf)
+            held = _local_shards(key, leaf)
+            for data in leaf.data:
+                _check_writable(key, data)
+            return Target(held, lambda: leaf)
         if isinstance(leaf, ArraySpec):
             array = self.empty(leaf, leaf)
             return Target(_whole(key, array, id(array)), lambda: array)
         if isinstance(leaf, np.generic):
             scalar = np.empty((), leaf.dtype)
             return Target(_whole(key, scalar, id(scalar)), lambda: scalar[()])
-        if not leaf.flags.writeable:
-            raise SpecError("an array to load into is read-only", key, None, leaf.shape, remedy="Pass a writable copy")
+        _check_writable(key, leaf)
         return Target(_whole(key, leaf, _identity(leaf)), lambda: leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
@@ -209,6 +211,11 @@ def _local_shards(key: str, leaf: LocalShards) -> HeldArray:
         if shard.flat is not None and not data.flags.c_contiguous:
             raise SpecError("the data of a flat shard must be contiguous", key, None, array.shape, shard.box.start)
     return HeldArray(array, tuple(map(HostBuffer, leaf.data)), False, id(leaf), None, shards)
+
+
+def _check_writable(key: str, array: Array) -> None:
+    if not array.flags.writeable:
+        raise SpecError("an array to load into is read-only", key, None, array.shape, remedy="Pass a writable copy")
 
 
 def _identity(array: Any) -> Hashable:

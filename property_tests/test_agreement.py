@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import attrs
 import numpy as np
-from hypothesis import assume, event, example, given
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
@@ -28,6 +28,8 @@ from functional_ckpt.testing.simulate import run_ranks, try_ranks
 from property_tests.test_roundtrip import directory, tree_bytes
 
 BLANK = HostBuffer(np.empty(0, np.uint8))
+# Each example saves and loads several times.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 def proposals_of(world, replicas="declared"):
@@ -87,6 +89,7 @@ def test_ranks_plan_alone_only_if_specs_are_alike_and_folds_add_up(world):
     assert not is_plannable_alone([right, attrs.evolve(wrong, specs=wrong.specs[::-1])])
 
 
+@FEWER
 @given(fst.placed_arrays(), fst.moving_policies(), st.sampled_from(["elect", "declared"]))
 def test_planning_alone_and_gathering_come_to_one_plan(placed, policy, rule):
     """What ranks agree on is the same whether leaves say how all ranks hold them, or only what is here."""
@@ -262,6 +265,7 @@ class Memories:
             return raised or tree_bytes(path)
 
 
+@FEWER
 @given(st.lists(st.tuples(worlds_of_facts(), st.sets(st.integers(0, 2), max_size=2)), min_size=2, max_size=4))
 @example([(GRID, set()), (GRID, {1}), (GRID, set())])
 @example([(ROWS, set()), (tuple(attrs.evolve(f, step=7) for f in ROWS), set())])
@@ -277,6 +281,7 @@ def test_remembered_plans_change_nothing(saves):
         assert isinstance(expected, dict) or len(expected) == 3
 
 
+@FEWER
 @given(st.sampled_from([ROWS, GRID]), st.sampled_from([*CHANGES]), st.integers(0, 2), st.data())
 def test_a_change_on_any_one_rank_is_noticed(world, name, rank, data):
     """After a save that all remember, one that differs on one rank does what it would do as the first."""

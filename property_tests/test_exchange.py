@@ -11,34 +11,19 @@ from hypothesis import event, find, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
+from functional_ckpt.comm import GatherOnly
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.sharding import World
 from functional_ckpt.testing import laws, model
 from functional_ckpt.testing import strategies as fst
-from functional_ckpt.testing.simulate import SimulatedGather, run_ranks
+from functional_ckpt.testing.simulate import run_ranks
 from property_tests.test_roundtrip import directory, joined, load_world, tree_bytes, trees
 
 RUNGS = st.sampled_from(["owned", "exclusive", "shared"])
-
-
-@attrs.frozen
-class GatherOnly:
-    """A group whose ranks cannot exchange data."""
-
-    inner: SimulatedGather
-
-    @property
-    def rank(self):
-        return self.inner.rank
-
-    @property
-    def size(self):
-        return self.inner.size
-
-    def all_gather(self, value):
-        return self.inner.all_gather(value)
+# Each example saves and loads several times.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 @st.composite
@@ -85,6 +70,7 @@ def described(plan):
     return f"rungs: {rungs}, waves: {min(3, len(waves_that_move(plan)))}"
 
 
+@FEWER
 @given(moves(), RUNGS)
 def test_what_one_world_writes_any_other_reads(case, rung):
     source, target, arrays, policy = case
@@ -123,6 +109,7 @@ def test_the_cases_reach_several_waves_of_real_moves(kind):
     assert find(moves(), is_one, settings=budget, random=Random(0))
 
 
+@FEWER
 @given(moves(), RUNGS, st.data())
 def test_what_lands_on_disk_does_not_know_the_ranks_names(case, rung, data):
     source, _, arrays, policy = case
@@ -195,6 +182,7 @@ def test_the_smallest_budget_that_works_is_named_and_works(case):
     assert smallest == 3 * owned[caught.value.key] == 3 * max(owned.values())
 
 
+@FEWER
 @given(moves())
 def test_a_save_sends_the_messages_of_its_plan(case):
     source, _, arrays, policy = case
@@ -222,6 +210,7 @@ def written_by(plan, rank):
     return sum(box.size * itemsizes[key] for key, box in boxes)
 
 
+@FEWER
 @given(moves())
 def test_storage_sees_whole_chunks_and_one_metadata_file_per_array(case):
     source, _, arrays, policy = case

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-from hypothesis import event, example, given
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
@@ -27,6 +27,8 @@ from functional_ckpt.testing import strategies as fst
 from functional_ckpt.testing.simulate import run_ranks
 
 FAST = SavePolicy(durability="none")
+# Each example saves and loads several times.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 @contextlib.contextmanager
@@ -92,6 +94,7 @@ SCALAR = ArraySpec("s", (), "bfloat16")
 FLAT = World([[ShardSpec(SCALAR, SCALAR.box, 0, (0, 0))], [ShardSpec(SCALAR, SCALAR.box, 0, (0, 1))]])
 
 
+@FEWER
 @given(reshardings(), fst.policies())
 @example((FLAT, whole_world(SCALAR), {"s": model.positions(SCALAR)}), FAST)
 def test_w1_any_world_loads_what_any_other_saved(case, policy):
@@ -110,6 +113,7 @@ def test_w1_any_world_loads_what_any_other_saved(case, policy):
                     assert same, (verify, rank, shard)
 
 
+@FEWER
 @given(reshardings(max_arrays=1), fst.policies(), st.data())
 def test_w2_an_open_checkpoint_is_the_numpy_model(case, policy, data):
     source, _, arrays = case
@@ -138,6 +142,7 @@ def indices(extent):
 
 # Without consolidated metadata zarr-python says that it does not know manifest.json.
 @pytest.mark.filterwarnings("ignore:Object at .*json is not recognized")
+@FEWER
 @given(reshardings(), fst.policies())
 def test_w3_zarr_tools_read_what_was_written(case, policy):
     source, _, arrays = case
@@ -160,6 +165,7 @@ def test_w3_zarr_tools_read_what_was_written(case, policy):
             assert model.bits(theirs.read().result()) == model.bits(array)
 
 
+@FEWER
 @given(reshardings(), fst.policies())
 def test_w4_saving_twice_gives_the_same_bytes(case, policy):
     source, _, arrays = case
@@ -169,6 +175,7 @@ def test_w4_saving_twice_gives_the_same_bytes(case, policy):
         assert tree_bytes(one) == tree_bytes(other)
 
 
+@FEWER
 @given(reshardings(), st.data())
 def test_w4_renaming_the_ranks_gives_the_same_bytes(case, data):
     source, _, arrays = case
@@ -212,6 +219,7 @@ def emptied(tree):
     return map_leaves(lambda _, leaf: np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else None, tree)
 
 
+@FEWER
 @given(reshardings(), fst.policies(), st.data())
 def test_damage_is_found_or_harmless(case, policy, data):
     """Change, cut or lengthen any file: every way to look at it raises our errors or shows what was saved."""

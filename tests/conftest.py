@@ -1,13 +1,12 @@
 """What the tests share: equality of states, the problems of a failed call, arrays in pieces. Does not import torch."""
 
 from collections import OrderedDict
-from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 
 from functional_ckpt import LocalShards, SavePolicy
+from functional_ckpt.comm import GatherOnly
 from functional_ckpt.errors import CheckpointError, CheckpointErrors
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
@@ -88,24 +87,6 @@ def tree_bytes():
         return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in items}
 
     return read
-
-
-@attrs.frozen
-class GatherOnly:
-    """A group whose ranks cannot exchange data: pieces of a chunk then go to storage one by one."""
-
-    gather: Any
-
-    @property
-    def rank(self):
-        return self.gather.rank
-
-    @property
-    def size(self):
-        return self.gather.size
-
-    def all_gather(self, value):
-        return self.gather.all_gather(value)
 
 
 @pytest.fixture(scope="session")

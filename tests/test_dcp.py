@@ -3,6 +3,7 @@
 import inspect
 import os
 import pickle
+import weakref
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +21,7 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 from functional_ckpt.torch import dcp as bridge  # noqa: E402
 from functional_ckpt.torch import planner, storage  # noqa: E402 - they need torch
+from functional_ckpt.torch.tensors import TORCH_DTYPES  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -151,6 +153,153 @@ def test_no_byte_of_a_checkpoint_is_a_pickle_of_plain_values(tmp_path):
 def test_lists_that_lose_empty_dicts_are_saved(tmp_path):
     found = saved(tmp_path / "c", {"layers": [{}, {"w": torch.ones(2)}]})
     assert list(found) == ["layers.1.w"]
+
+
+def test_every_data_type_and_shape_comes_back_bit_by_bit(tmp_path):
+    bits = torch.arange(-64, 192).to(torch.uint8)
+    state = {}
+    for name, dtype in TORCH_DTYPES.items():
+        of_bytes = bits % 2 == 1 if name == "bool" else bits.view(dtype)
+        state[name] = {"many": of_bytes, "none": of_bytes[:0].reshape(3, 0), "one": of_bytes[5].clone()}
+    assert len(state) >= 17
+    saved(tmp_path / "c", state)
+    found = {name: {key: torch.zeros_like(each) for key, each in each.items()} for name, each in state.items()}
+    dcp.load(found, storage_reader=storage.ZarrStorageReader(tmp_path / "c"))
+    for name, tensors in state.items():
+        for key, tensor in tensors.items():
+            assert found[name][key].dtype == tensor.dtype
+            assert found[name][key].shape == tensor.shape
+            assert torch.equal(words(found[name][key]), words(tensor))
+
+
+def words(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+AWKWARD = ["", ".", "..", "w", "w.weight", "w/weight", "ß∂", "k" * 300, "zarr.json", "manifest.json", "Case", "case",
+           "a b", "%41", "A", "c", "c/0", "__0_0.distcp", ".metadata", "\n", "~"]  # fmt: skip
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_keys_that_are_hard_to_name_files_after(tmp_path, flatten):
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+    state = {key: torch.full((2,), number) for number, key in enumerate(AWKWARD)}
+    writer = storage.ZarrStorageWriter(tmp_path / "c")
+    dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(flatten_state_dict=flatten))
+    found = {key: torch.zeros(2, dtype=torch.int64) for key in AWKWARD}
+    reader = storage.ZarrStorageReader(tmp_path / "c")
+    dcp.load(found, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=flatten))
+    assert [value.tolist() for value in found.values()] == [[number] * 2 for number in range(len(AWKWARD))]
+
+
+class Growing:
+    """A planner that makes its tensors when it is asked for them, and counts those that are alive."""
+
+    alive = most = 0
+
+    @classmethod
+    def of(cls, default):
+        class Planner(default):
+            def transform_object(self, write_item, object):
+                found = super().transform_object(write_item, object)
+                return cls.made(found * 2) if isinstance(found, torch.Tensor) else found
+
+        return Planner()
+
+    @classmethod
+    def made(cls, tensor):
+        cls.alive += 1
+        cls.most = max(cls.most, cls.alive)
+        weakref.finalize(tensor.untyped_storage(), cls.gone)
+        return tensor
+
+    @classmethod
+    def gone(cls):
+        cls.alive -= 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_tensors_that_a_planner_makes_are_held_one_after_the_other(tmp_path, chunked):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    Growing.alive = Growing.most = 0
+    layout = fc.LayoutPolicy(target_chunk_nbytes=2**18, min_chunk_nbytes=0) if chunked else fc.LayoutPolicy()
+    writer = storage.ZarrStorageWriter(tmp_path / "c", policy=fc.SavePolicy(layout=layout))
+    state = {f"w{number}": torch.full((2**18,), float(number)) for number in range(24)}
+    dcp.save(state, storage_writer=writer, planner=Growing.of(DefaultSavePlanner))
+    found = fc.open_checkpoint(tmp_path / "c")
+    assert all(found[f"w{number}"][-1] == 2 * number for number in range(24))
+    # What is kept, and what each thread is writing; threads are no more than 8.
+    assert Growing.most <= 2 + 9
+    assert Growing.alive == 0
+
+
+def test_a_planner_that_changes_its_mind_is_told(tmp_path):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class Fickle(DefaultSavePlanner):
+        asked = 0
+
+        def transform_object(self, write_item, object):
+            self.asked += 1
+            return object.to(torch.float64 if self.asked > 3 else torch.float32)
+
+    state = {name: torch.ones(4) for name in "abc"}
+    with pytest.raises(BaseException, match="another tensor than before"):
+        dcp.save(state, storage_writer=storage.ZarrStorageWriter(tmp_path / "c"), planner=Fickle())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_planner_that_gives_another_shape_than_it_planned_is_told(tmp_path):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class Shorter(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            return super().resolve_data(write_item)[:2]
+
+    writer = storage.ZarrStorageWriter(tmp_path / "c")
+    with pytest.raises(BaseException, match=r"ShapeError.*expected \(4,\), found \(2,\)"):
+        dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=Shorter())
+
+
+def test_every_shard_needs_a_result(tmp_path):
+    w = ArraySpec("w", (4,), "float32")
+    shards = [ShardSpec(w, Box((0,), (2,))), ShardSpec(w, Box((2,), (4,)))]
+    plan, writer = planner.local_save_plan(shards), storage.ZarrStorageWriter(tmp_path / "c")
+    metadata = planner.global_save_plan([plan])[1]
+    metadata.state_dict_metadata["w"].chunks = [bridge.chunk_of(shard.box) for shard in shards]
+
+    class Ones:
+        def resolve_data(self, item):
+            return torch.ones(2)
+
+    writer.set_up_storage_writer(True)
+    results = writer.write_data(writer.prepare_global_plan([plan])[0], Ones()).value()
+    with pytest.raises(GapError, match=r"'w'.*offset \(2,\)"):
+        writer.finish(metadata, [results[:1]])
+    assert os.listdir(tmp_path) == []
+
+
+def test_data_of_a_planner_comes_back_if_it_is_plain(tmp_path):
+    plans, writer = planner.local_save_plan([], ["n"]), storage.ZarrStorageWriter(tmp_path / "c")
+
+    class Three:
+        def resolve_data(self, item):
+            return bridge.streamed(3)
+
+    for data, kept in (({"mine": (1, "a", None)}, {"mine": (1, "a", None)}), (None, {"n": ("n",)}), (object(), None)):
+        metadata = planner.global_save_plan([plans])[1]
+        metadata.planner_data = data
+        writer.set_up_storage_writer(True)
+        results = writer.write_data(writer.prepare_global_plan([plans])[0], Three()).value()
+        if kept is None:
+            with pytest.raises(fc.errors.UnsupportedLeafError, match="not plain"):
+                writer.finish(metadata, [results])
+            continue
+        writer.finish(metadata, [results])
+        found = storage.ZarrStorageReader(tmp_path / "c").read_metadata()
+        assert found.planner_data == kept
 
 
 def test_loading_into_strided_memory(tmp_path):

@@ -13,6 +13,7 @@ import functional_ckpt
 from functional_ckpt import (
     ArraySpec,
     LoadPolicy,
+    LocalShards,
     PerRank,
     SavePolicy,
     ShardSpec,
@@ -21,6 +22,7 @@ from functional_ckpt import (
     read_manifest,
     save,
 )
+from functional_ckpt.errors import SpecError
 from functional_ckpt.spec.array import BITS, DTYPES
 from functional_ckpt.spec.box import Box
 from functional_ckpt.testing.values import special_words
@@ -87,6 +89,16 @@ def test_any_memory_layout(array, url, same):
         target[...] = 0
         assert load({"w": target}, url)["w"] is target
         np.testing.assert_array_equal(target, array)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["array", "local shards"])
+def test_a_target_that_is_read_only_is_refused(is_sharded, url):
+    save({"w": BASE}, url)
+    target = np.zeros_like(BASE)
+    target.flags.writeable = False
+    spec = ArraySpec("w", BASE.shape, "int32")
+    with pytest.raises(SpecError, match=r"(?s)read-only.*w.*Pass a writable copy"):
+        load({"w": LocalShards(ShardSpec(spec, spec.box), target) if is_sharded else target}, url)
 
 
 def test_big_endian_target_is_filled(url):

@@ -1,5 +1,6 @@
 """Whole state dicts with sharded leaves, saved and loaded by one rank."""
 
+import itertools
 import json
 from argparse import Namespace
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from functional_ckpt.errors import (  # noqa: E402
     NotACheckpointError,
     ObjectCodecError,
     PolicyError,
+    ShapeError,
     SpecError,
     UnsupportedLeafError,
 )
@@ -157,6 +159,88 @@ def test_tensors_of_any_prefix_are_removed(tmp_path, prefix):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def cuts(*at):
+    """Flat shards of W between these elements."""
+    return [
+        ShardedTensor.from_rank_offsets_flat("w", W.reshape(-1)[a:b].clone(), (6, 4), flattened_range=slice(a, b))
+        for a, b in itertools.pairwise(at)
+    ]
+
+
+def columns():
+    return [tensor("w", part.clone(), (1, i, 2)) for i, part in enumerate(W.chunk(2, 1))]
+
+
+@pytest.mark.parametrize("source", [cuts(0, 24), cuts(0, 0, 5, 6, 17, 24), columns()], ids=["whole", "odd", "columns"])
+@pytest.mark.parametrize("target", [cuts(0, 24), cuts(0, 7, 7, 9, 24), columns()], ids=["whole", "odd", "columns"])
+def test_flat_shards_reshard(tmp_path, source, target):
+    save({"w": source}, tmp_path)
+    wanted = [part.data.clone() for part in target]
+    for part in target:
+        part.data.fill_(-1)
+    found = load({"w": target}, tmp_path)["w"]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_flat_data_need_not_be_contiguous_nor_start_at_the_box(tmp_path):
+    data = torch.stack([W.reshape(-1)] * 2, 1)[:, 0]
+    assert not data.is_contiguous()
+    flat = ShardedTensor.from_rank_offsets_flat("w", data, (6, 4), flattened_range=slice(0, 24))
+    save([flat][0:1] and {"w": flat}, tmp_path)
+    target = torch.zeros(24, 2)[:, 1]
+    part = ShardedTensor.from_rank_offsets_flat("w", target[3:20], (6, 4), flattened_range=slice(3, 20))
+    load({"w": part}, tmp_path, validate_access_integrity=False)
+    assert torch.equal(target[3:20], W.reshape(-1)[3:20])
+    assert not target[:3].any()
+
+
+@pytest.mark.parametrize("flat", [None, (0, 30), (2, 27), (8, 10)])
+def test_another_shape_is_aligned_and_filled_with_zeros(tmp_path, flat):
+    save({"w": tensor("w", W.clone())}, tmp_path)
+    large = ShardedTensor("w", torch.full((5, 6), 7.0), torch.float32, (5, 6), (10, 6), (3, 0), None)
+    part = slice(*(flat or (0, 30)))
+    if flat:
+        large = ShardedTensor("w", torch.full((30,), 7.0)[part], torch.float32, (5, 6), (10, 6), (3, 0), None,
+                              flattened_range=part)  # fmt: skip
+    with pytest.raises(ShapeError, match="another shape"):
+        load({"w": large}, tmp_path, validate_access_integrity=False)
+    assert (large.data == 7).all()
+    large.allow_shape_mismatch = True
+    found = load({"w": large}, tmp_path, validate_access_integrity=False)["w"]
+    whole = torch.zeros(5, 6)
+    whole[:3, :4] = W[3:]
+    assert torch.equal(found.reshape(-1), whole.reshape(-1)[part])
+
+
+def test_the_destination_decides_on_data_type_and_prepended_axes(tmp_path):
+    save({"w": tensor("w", torch.stack([W, W + 1]))}, tmp_path)
+    found = load(
+        {"w": tensor("w", torch.zeros(6, 4, dtype=torch.float64), (0, 1, 2), prepend_axis_num=1)},
+        tmp_path,
+        validate_access_integrity=False,
+    )
+    assert torch.equal(found["w"], W.double() + 1)
+
+
+def test_a_parameter_is_filled(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(6, 4))
+    save({"w": tensor("w", torch.nn.Parameter(W.clone()))}, tmp_path)
+    found = load({"w": tensor("w", parameter)}, tmp_path)["w"]
+    assert torch.equal(parameter, W)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("least", [0, 1 << 20], ids=["exclusive", "owned"])
+def test_several_shards_of_a_grid_are_told_apart(tmp_path, least):
+    wholes = {key: W + 100 * number for number, key in enumerate("abc")}
+    held = {key: [tensor(key, row, (0, i, 6)) for i, row in enumerate(w.split(1))] for key, w in wholes.items()}
+    policy = functional_ckpt.SavePolicy(layout=functional_ckpt.LayoutPolicy(min_chunk_nbytes=least))
+    save(held, tmp_path, ZarrSaveShardedStrategy(policy=policy))
+    stored = functional_ckpt.open_checkpoint(tmp_path)
+    for key, whole in wholes.items():
+        assert torch.equal(torch.from_numpy(stored[key][...]), whole)
+
+
 def request(*keys):
     return {key: tensor(key, torch.zeros(2)) for key in keys}
 
@@ -194,13 +278,6 @@ def test_a_save_that_failed_leaves_a_place_for_the_next(tmp_path):
     assert not check_is_distributed_checkpoint(tmp_path)
     save({"w": tensor("w", W), "step": 2}, tmp_path)
     assert load_common_state_dict(tmp_path) == {"step": 2}
-
-
-def test_a_tensor_and_an_object_may_share_a_key_but_not_a_name(tmp_path):
-    save({"a": tensor("k", W.clone()), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "a")
-    assert load({"b": ShardedObject("k", None, (1,), (0,))}, tmp_path / "a")["b"] == 5
-    with pytest.raises(DuplicateKeyError):
-        save({"a": tensor("k/shard_0_1", W), "b": ShardedObject("k", 5, (1,), (0,))}, tmp_path / "b")
 
 
 @pytest.mark.parametrize("leaf", [(tensor("w", W), 1), (1, ((tensor("w", W),),))])

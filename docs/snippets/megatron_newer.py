@@ -10,5 +10,5 @@ def save(state, path, **options):  # async_sharded_save=True as well
     return dist_checkpointing.save(state, path, saver, **options)
 
 
-def load(state, path, **options):
-    return dist_checkpointing.load(state, path, ZarrLoadStrategy(), **options)
+def load(state, path):
+    return dist_checkpointing.load(state, path, ZarrLoadStrategy())

@@ -24,8 +24,8 @@ _UNDECODABLE = ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOU
 
 
 @cache
-def _context(sync: bool = True) -> ts.Context:
-    # One context for the process: `memory://` objects live as long as it does. Locking "os" keeps two
+def _context(sync: bool) -> ts.Context:
+    # One context for all of `memory://`: its objects live in it, as long as the process. Locking "os" keeps two
     # processes that update one chunk file apart (measured: nothing lost; "none" loses rows).
     return ts.Context({"file_io_locking": {"mode": "os"}, "file_io_sync": sync})
 
@@ -122,7 +122,7 @@ class MemoryStore:
         return {"driver": "memory", "path": f"{self.prefix}/{prefix}"}
 
     def _kv(self) -> ts.KvStore:
-        return ts.KvStore.open(self.kvstore(""), context=_context()).result()
+        return ts.KvStore.open(self.kvstore(""), context=_context(True)).result()
 
 
 def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:

@@ -4,7 +4,8 @@ What differs between versions of torch is probed here: a name that a version lac
 """
 
 import io
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,21 +35,25 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from functional_ckpt.errors import SpecError
-from functional_ckpt.plan.manifest import Manifest, RankItem
+from functional_ckpt.errors import SpecError, UnsupportedLeafError
+from functional_ckpt.plan.manifest import Manifest, RankItem, canonical
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import DictKey, Path
+from functional_ckpt.store.values import decode_value, encode_value, is_plain
 from functional_ckpt.torch.tensors import TORCH_DTYPES
 
 __all__ = [
     "BytesStorageMetadata", "ChunkStorageMetadata", "DefaultLoadPlanner", "DefaultSavePlanner", "Future", "LoadPlan",
     "LoadPlanner", "Members", "Metadata", "MetadataIndex", "ReadItem", "SavePlan", "SavePlanner", "StorageMeta",
     "StorageReader", "StorageWriter", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item", "chunk_of",
-    "done", "is_bytes", "is_whole", "metadata_of", "read_box", "read_item", "stamp", "stored_metadata", "streamed",
-    "tree_path", "with_storage_data", "write_item", "write_result", "written_box",
+    "done", "is_bytes", "is_whole", "metadata_of", "paths", "planned", "read_box", "read_item", "stamp",
+    "stored_metadata", "streamed", "tree_path", "with_planner_data", "with_storage_data", "write_item", "write_result",
+    "written_box",
 ]  # fmt: skip
 
 _METADATA_VERSION = "1.0.0"
+#: Of a checkpoint: what DCP's metadata holds and the manifest has no place for.
+_ATTRIBUTE = "torch.distributed.checkpoint"
 _EMPTY_DICTS = ("{}", '{"~ordered":[]}')
 
 
@@ -211,12 +216,53 @@ def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
             size=torch.Size(entry.spec.shape),
             chunks=[chunk_of(entry.spec.box)],
         )  # fmt: skip
+    kept = json.loads(manifest.attributes).get(_ATTRIBUTE)
+    data = decode_value(kept["planner_data"]) if isinstance(kept, dict) and "planner_data" in kept else paths(manifest)
+    metadata = Metadata(state_dict_metadata=found, planner_data=data)
+    stamp(metadata, url)
+    return metadata
+
+
+def paths(manifest: Manifest) -> dict[str, tuple[Any, ...]]:
+    """Return the paths of all keys as DCP's planner keeps them.
+
+    Examples
+    --------
+    >>> from functional_ckpt.plan.manifest import ValueEntry
+    >>> paths(Manifest(values=(ValueEntry("a.0", "3", ("a", 0)),)))
+    {'a.0': ('a', 0)}
+    """
+    values = [value for value in manifest.values if value.text not in _EMPTY_DICTS]
     placed = [(e.spec.key, e.path) for e in manifest.arrays]
     placed += [(value.key, value.path) for value in values]
     placed += [(alias.key, alias.path) for alias in manifest.aliases]
-    metadata = Metadata(state_dict_metadata=found, planner_data={key: _object_path(key, path) for key, path in placed})
-    stamp(metadata, url)
-    return metadata
+    return {key: _object_path(key, path) for key, path in placed}
+
+
+def with_planner_data(manifest: Manifest, data: Any) -> Manifest:
+    """Return a manifest that keeps what a planner has put into the metadata, unless it is nothing but paths of keys.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If it is not plain: nothing is pickled.
+
+    Examples
+    --------
+    >>> kept = with_planner_data(Manifest(), ["of rank 0"])
+    >>> stored_metadata(kept, None).planner_data
+    ['of rank 0']
+    """
+    known = paths(manifest)
+    if data is None or (isinstance(data, dict) and all(known.get(key) == path for key, path in data.items())):
+        return manifest
+    if not is_plain(data):
+        raise UnsupportedLeafError(
+            "the planner's data is not plain", "planner_data", found=type(data).__name__,
+            remedy="Use dicts, lists, tuples, text and numbers",
+        )  # fmt: skip
+    attributes = {**json.loads(manifest.attributes), _ATTRIBUTE: {"planner_data": encode_value(data)}}
+    return attrs.evolve(manifest, attributes=canonical(attributes))
 
 
 def metadata_of(plans: Iterable[SavePlan]) -> Metadata:
@@ -244,6 +290,21 @@ def stamp(metadata: Metadata, url: str | None) -> None:
     metadata.storage_meta = StorageMeta(checkpoint_id=url)
     if any(field == "version" for field in getattr(metadata, "__dataclass_fields__", {})):
         metadata.version = _METADATA_VERSION
+
+
+def planned(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """Yield key and offset of everything that a save has planned; objects have no offset.
+
+    Examples
+    --------
+    >>> list(planned(metadata_of([SavePlan([byte_item("step")])])))
+    [('step', None)]
+    """
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            yield from ((key, chunk.offsets) for chunk in stored.chunks)
+        else:
+            yield key, None
 
 
 def tree_path(key: str, planner_data: Any) -> Path:

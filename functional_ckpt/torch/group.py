@@ -18,12 +18,14 @@ from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import RankFailedError, SpecError
 from functional_ckpt.store.encoding import Array
 
-__all__ = ["TorchGather", "member_gather", "torch_gather"]
+__all__ = ["Link", "TorchGather", "member_link", "torch_gather"]
 
 T = TypeVar("T")
 _TAG = 1
 #: How long a rank that has lost the group waits for the others to say that they have lost it too.
 _GRACE_S = 0.5
+#: How often a rank that waits for the others to come asks whether it should.
+_ASK_S = 0.2
 
 
 def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
@@ -62,11 +64,11 @@ def torch_gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
     members = tuple(dist.get_process_group_ranks(parent))
     if size == 1:
         return LocalGather(members=members)
-    return _linked(parent, rank, members, timeout_s, purpose)
+    return _link(parent, rank, members, timeout_s, purpose).gather()
 
 
-def member_gather(members: tuple[int, ...], timeout_s: float, purpose: str) -> Gather:
-    """Return a `Gather` over `members`, numbers of ranks in the default group, for who knows them but not their group.
+def member_link(members: tuple[int, ...], timeout_s: float, purpose: str) -> "Link | LocalGather":
+    """Return what connects `members`, numbers of ranks in the default group, for who knows them but not their group.
 
     Raises
     ------
@@ -79,17 +81,26 @@ def member_gather(members: tuple[int, ...], timeout_s: float, purpose: str) -> G
     if number not in members:
         raise SpecError("this process is not one of the ranks that save", rank=number, expected=members)
     name = blake2b(repr(members).encode(), digest_size=8).hexdigest()
-    return _linked(dist.group.WORLD, members.index(number), members, timeout_s, f"{purpose}/{name}")
+    return _link(dist.group.WORLD, members.index(number), members, timeout_s, f"{purpose}/{name}")
 
 
-def _linked(parent: Any, rank: int, members: tuple[int, ...], timeout_s: float, purpose: str) -> Gather:
-    """Return the connections of `members`, who meet in the store of `parent`."""
+def _link(parent: Any, rank: int, members: tuple[int, ...], timeout_s: float, purpose: str) -> "Link":
+    """Return the link of `members`, who meet in the store of `parent`."""
     links = _LINKS.setdefault(parent, {})
     if (timeout_s, purpose) not in links:
         # Named by their order, which is that of the calls on every rank, so that ranks with other timeouts meet too.
         name = f"{purpose}/{sum(known == purpose for _, known in links)}"
-        links[timeout_s, purpose] = _Link(parent.get_group_store(), rank, members, timeout_s, name)
-    return links[timeout_s, purpose].gather()
+        links[timeout_s, purpose] = Link(_store_of(parent), rank, members, timeout_s, name)
+    return links[timeout_s, purpose]
+
+
+def _store_of(group: Any) -> Any:
+    """Return the store in which the members of a group have met."""
+    ask = getattr(group, "get_group_store", None)
+    if ask is not None:
+        return ask()
+    known: Any = dist.distributed_c10d
+    return known._world.pg_map[group][1]  # where older versions keep it
 
 
 @attrs.frozen(eq=False)
@@ -139,7 +150,7 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps((False, f"{type(error).__name__}: {error}"))
 
 
-class _Link:
+class Link:
     """The gloo connections for one parent, timeout and purpose: one set after the other, as they break.
 
     Ranks meet under numbered names in the parent's store. ``dist.new_group`` is no help: the name that it hashes counts
@@ -150,25 +161,74 @@ class _Link:
         # A client of its own: the parent's is blocked while another thread waits for something in it.
         store = store.clone() if hasattr(store, "clone") else store
         self._store = PrefixStore(f"functional_ckpt/{name}", store)
-        self._rank, self._members, self._timeout_s = rank, members, timeout_s
-        self._number = 0
+        self.rank, self._members, self._timeout_s = rank, members, timeout_s
+        self._number = self._meetings = 0
         self._open: TorchGather | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._members)
 
     def gather(self) -> TorchGather:
         """Return the open connections, or connect."""
-        while self._store.check([f"{self._number}/broken"]):
-            self._number, self._open = self._number + 1, None
+        self._skip_broken()
         if self._open is None:
-            line = _Line(PrefixStore(str(self._number), self._store), self._rank, len(self._members))
+            line = _Line(PrefixStore(str(self._number), self._store), self.rank, self.size)
             line.connect(self._timeout_s)
-            self._open = TorchGather(self._rank, self._members, line)
+            self._open = TorchGather(self.rank, self._members, line)
         return self._open
+
+    def meet(self, is_over: Callable[[], bool]) -> TorchGather:
+        """Return the connections once all ranks have come; stop waiting when `is_over` says that some never will.
+
+        Ranks wait in the store: a collective cannot be left, and would mix with the next one of who comes late.
+
+        Raises
+        ------
+        RankFailedError
+            If not all ranks came. They begin anew then, with new connections.
+        """
+        self._skip_broken()
+        self._meetings += 1
+        came, meeting = f"{self._number}/came", self._meetings
+        self._store.set(f"{came}/{self.rank}", str(meeting))
+        # One counter for all meetings, so that the store does not grow by the number of ranks with every save.
+        if self._store.add(came, 1) == self.size * meeting:
+            self._store.set(f"{came}/all {meeting}", "")
+        ends = time.monotonic() + self._timeout_s
+        while not self._appears(f"{came}/all {meeting}"):
+            if is_over() or time.monotonic() > ends or self._is_broken():
+                self._store.set(f"{self._number}/broken", "")
+                absent = [rank for rank in range(self.size) if not self._has_come(f"{came}/{rank}")]
+                raise RankFailedError(
+                    "a rank did not come to the save", None, tuple(absent) or None,
+                    remedy="The rank failed, died, hangs, or takes longer than the policy's timeout_s",
+                )  # fmt: skip
+        return self.gather()
 
     def close(self) -> None:
         """Drop the connections."""
         if self._open is not None:
             self._open._line.gloo = None
             self._open = None
+
+    def _skip_broken(self) -> None:
+        while self._is_broken():
+            self._number, self._meetings, self._open = self._number + 1, 0, None
+
+    def _is_broken(self) -> bool:
+        return bool(self._store.check([f"{self._number}/broken"]))
+
+    def _has_come(self, name: str) -> bool:
+        return bool(self._store.check([name])) and int(self._store.get(name)) >= self._meetings
+
+    def _appears(self, name: str) -> bool:
+        try:
+            self._store.wait([name], timedelta(seconds=_ASK_S))
+        except RuntimeError:  # it has not appeared yet; if the store is gone, whoever asks it next is told
+            return False
+        return True
 
 
 @attrs.define(eq=False)
@@ -267,7 +327,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-_LINKS: "WeakKeyDictionary[Any, dict[tuple[float, str], _Link]]" = WeakKeyDictionary()
+_LINKS: "WeakKeyDictionary[Any, dict[tuple[float, str], Link]]" = WeakKeyDictionary()
 
 
 @atexit.register

@@ -10,7 +10,7 @@ import torch
 
 from functional_ckpt.capture import Captured
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError, raise_problems
-from functional_ckpt.leaves import HeldArray, NumpyLeaves
+from functional_ckpt.leaves import NumpyLeaves
 from functional_ckpt.plan.manifest import ValueEntry, canonical
 from functional_ckpt.plan.state import ArrayLeaf, LocalState
 from functional_ckpt.policy import SavePolicy
@@ -21,7 +21,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.execute import content_digest
 from functional_ckpt.store.values import encode_value, is_plain
 from functional_ckpt.torch.dcp import SavePlan, WriteItem, is_bytes, is_whole, tree_path, written_box
-from functional_ckpt.torch.tensors import TORCH_LEAVES
+from functional_ckpt.torch.resolving import PlannedBuffer, Resolver
 
 __all__ = ["captured_plan"]
 
@@ -51,7 +51,7 @@ def captured_plan(plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, t
 class _Item:
     """One region of an array, and where its elements are."""
 
-    held: HeldArray
+    buffer: Buffer
     box: Box
 
 
@@ -59,7 +59,7 @@ class _Items:
     """Collects write items; one object per save."""
 
     def __init__(self, plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, digested: bool) -> None:
-        self.planner, self.rank, self.policy, self.digested = planner, rank, policy, digested
+        self.resolver, self.rank, self.policy, self.digested = Resolver(planner, rank), rank, policy, digested
         self._paths = _tidy_paths([item.index.fqn for item in plan.items], plan.planner_data)
         self._leaves: dict[str, ArrayLeaf] = {}
         self._regions: dict[str, list[_Item]] = {}
@@ -68,20 +68,18 @@ class _Items:
     def add(self, item: WriteItem) -> None:
         """Collect one item."""
         key = item.index.fqn
-        data = _resolved(self.planner, item)
         if is_bytes(item):
-            self._add_bytes(key, data)
+            self._add_bytes(key, self.resolver.data(item))
             return
-        if not isinstance(data, torch.Tensor):
-            raise UnsupportedLeafError("the planner gives no tensor", key, self.rank, found=type(data).__name__)
+        held = self.resolver.held(item)
         shape, box = written_box(item)
-        if tuple(data.shape) != box.shape:
+        if held.spec.shape != box.shape:
             raise ShapeError("the planner gives a tensor of another shape than it planned", key, self.rank, shape,
-                             box.start, box.shape, tuple(data.shape))  # fmt: skip
-        held = TORCH_LEAVES.hold(key, data.detach(), self.rank)
+                             box.start, box.shape, held.spec.shape)  # fmt: skip
         # What the tensor is counts, not what the plan says: a cached plan does not notice another data type.
         spec = attrs.evolve(held.spec, shape=shape)
-        self._add(ArrayLeaf(spec, self._paths[key], None, None, is_whole(item)), _Item(held, box))
+        buffer = PlannedBuffer(self.resolver, item, held.spec) if self.resolver.makes_tensors else held.buffers[0]
+        self._add(ArrayLeaf(spec, self._paths[key], None, None, is_whole(item)), _Item(buffer, box))
 
     def captured(self, terms: str) -> Captured:
         """Return everything that was collected."""
@@ -92,7 +90,7 @@ class _Items:
         for leaf in leaves:
             regions = self._regions[leaf.key]
             numbers[leaf.key] = range(len(buffers), len(buffers) + len(regions))
-            buffers += [region.held.buffers[0] for region in regions]
+            buffers += [region.buffer for region in regions]
             shards += () if leaf.is_copy else [ShardSpec(leaf.spec, region.box) for region in regions]
         common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms)
         return Captured(common, LocalState(terms=terms), tuple(buffers), numbers)
@@ -103,7 +101,7 @@ class _Items:
             raise SpecError("the items of one tensor disagree", leaf.key, self.rank, leaf.spec.shape, region.box.start,
                             (first.spec.shape, first.spec.dtype), (leaf.spec.shape, leaf.spec.dtype))  # fmt: skip
         if leaf.is_copy and self.digested and self.policy.replicated == "check":
-            digest = content_digest(region.held.buffers[0], leaf.spec)
+            digest = content_digest(region.buffer, leaf.spec)
             self._leaves[leaf.key] = attrs.evolve(leaf, copy_digest=digest)
         self._regions.setdefault(leaf.key, []).append(region)
 
@@ -120,18 +118,7 @@ class _Items:
             )  # fmt: skip
         held = NumpyLeaves().hold(key, np.frombuffer(data, np.uint8), self.rank)
         leaf = ArrayLeaf(held.spec, self._paths[key], self.policy.object_codec, None, True)
-        self._add(leaf, _Item(held, held.spec.box))
-
-
-def _resolved(planner: Any, item: WriteItem) -> Any:
-    try:
-        return planner.resolve_data(item)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a planner is the user's code
-        raise UnsupportedLeafError(
-            "the planner cannot give an item's data", item.index.fqn, found=f"{type(error).__name__}: {error}"
-        ) from error
+        self._add(leaf, _Item(held.buffers[0], held.spec.box))
 
 
 def _plain(data: bytes) -> tuple[Any] | None:

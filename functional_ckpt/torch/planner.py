@@ -21,7 +21,8 @@ from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.policy import LoadPolicy
-from functional_ckpt.spec.array import can_cast
+from functional_ckpt.spec.array import ArraySpec, can_cast
+from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, fragments
 from functional_ckpt.torch.dcp import (
     DefaultLoadPlanner,
@@ -49,7 +50,7 @@ __all__ = ["StrictLoadPlanner", "StrictSavePlanner", "global_save_plan", "load_p
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
     """Return DCP's plan for a rank that holds `shards`, and an object under each key of `objects`.
 
-    A flat shard becomes one item per box that it is made of.
+    A flat shard becomes one item per box that it is made of. An array without elements becomes one item too.
 
     Examples
     --------
@@ -59,13 +60,14 @@ def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) ->
     >>> [item.index for item in local_save_plan([ShardSpec(w, Box((2, 0), (4, 2)))], ["step"]).items]
     [MetadataIndex(fqn='w', offset=torch.Size([2, 0]), index=0), MetadataIndex(fqn='step', offset=None, index=None)]
     """
-    counts: dict[str, int] = {}
-    items: list[WriteItem] = []
+    boxes: dict[ArraySpec, list[Box]] = {}
     for shard in shards:
-        for fragment in fragments(shard):
-            number = counts[shard.key] = counts.get(shard.key, -1) + 1
-            dtype = TORCH_DTYPES[shard.array.dtype]
-            items.append(write_item(shard.key, fragment.box, shard.array.shape, dtype, number))
+        boxes.setdefault(shard.array, []).extend(fragment.box for fragment in fragments(shard))
+    items = [
+        write_item(array.key, box, array.shape, TORCH_DTYPES[array.dtype], number)
+        for array, found in boxes.items()
+        for number, box in enumerate(found if array.nbytes else [array.box])
+    ]
     return SavePlan([*items, *map(byte_item, objects)])
 
 
@@ -129,7 +131,7 @@ class StrictSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Let DCP drop doubled shards, and put back the copies."""
-        chosen, metadata = super().create_global_plan(all_plans)
+        chosen, metadata = super().create_global_plan(list(all_plans))  # some versions change the list
         kept = [
             replace(ours, items=[*filter(_is_copy, plan.items), *(i for i in ours.items if not _is_copy(i))])
             for plan, ours in zip(all_plans, chosen, strict=True)
@@ -252,4 +254,7 @@ def _local_numel(value: Any) -> int | None:
     chunks = getattr(value, "__create_chunk_list__", None)
     if chunks is not None and not (isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None):
         return sum(int(chunk.sizes.numel()) for chunk in chunks())
+    shards = getattr(value, "local_shards", None)
+    if shards is not None:  # the tensors of FSDP's first form
+        return sum(int(shard.tensor.numel()) for shard in shards())
     return 0 if isinstance(value, DTensor) else value.numel()

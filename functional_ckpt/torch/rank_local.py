@@ -7,46 +7,14 @@ commit: every rank writes to one unpublished directory and says so; no rank retu
 directory has its name, and if one of them fails or is silent for `timeout_s`, nobody publishes.
 """
 
-from typing import Any
-
 import attrs
 
-from functional_ckpt.comm import Gather
 from functional_ckpt.policy import SavePolicy
 
-__all__ = ["GatherOnly", "with_pure_grid"]
+__all__ = ["with_pure_grid"]
 
 # No chunk of one writer is ever this large, so that arrays that ranks share always go to shared chunks.
 _UNREACHABLE_NBYTES = 2**62
-
-
-@attrs.frozen
-class GatherOnly:
-    """A group that agrees, but exchanges no data.
-
-    Examples
-    --------
-    >>> from functional_ckpt.comm import LocalGather
-    >>> from functional_ckpt.store.exchange import Exchange
-    >>> isinstance(GatherOnly(LocalGather()), Exchange)
-    False
-    """
-
-    gather: Gather
-
-    @property
-    def rank(self) -> int:
-        """Position of this process in the group."""
-        return self.gather.rank
-
-    @property
-    def size(self) -> int:
-        """Number of processes in the group."""
-        return self.gather.size
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the `value` of each rank."""
-        return self.gather.all_gather(value)
 
 
 def with_pure_grid(policy: SavePolicy) -> SavePolicy:

@@ -26,7 +26,7 @@ from functional_ckpt.torch.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from functional_ckpt.torch.strategies.zarr import BACKEND, VERSION
+from functional_ckpt.torch.strategies.zarr import BACKEND, VERSION, is_without_halves
 from functional_ckpt.torch.validation import (
     StrictHandling,
     compare_common_state,
@@ -332,8 +332,10 @@ def _strategy(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
 def _loaders(
     checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies, which agree to read what ``metadata.json`` names."""
+    """Return the strategies, which agree to read what ``metadata.json`` names; only ours write no such file."""
     config = maybe_load_config(checkpoint_dir)
+    if config is None and is_without_halves(checkpoint_dir):
+        config = CheckpointingConfig(BACKEND, VERSION, BACKEND, VERSION)
     if config is None:
         there = Path(checkpoint_dir).is_dir()
         raise NotACheckpointError(

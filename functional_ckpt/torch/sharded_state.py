@@ -4,7 +4,7 @@ Ours and those of ``megatron.core.dist_checkpointing`` are both understood. What
 tensor is its own, that of an object its `unique_key`. So the place of a leaf in the state dict means nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import attrs
@@ -15,7 +15,9 @@ from functional_ckpt.errors import CheckpointError, DuplicateKeyError, SpecError
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec, fragments
+from functional_ckpt.torch.factory import ShardedTensorFactory
 from functional_ckpt.torch.local import LocalTensors, Sealed
+from functional_ckpt.torch.mapping import LocalNonpersistentObject
 from functional_ckpt.torch.sharded_base import ShardedBase, is_main_replica
 from functional_ckpt.torch.sharded_object import ShardedObject
 from functional_ckpt.torch.sharded_tensor import ShardedTensor
@@ -25,6 +27,7 @@ from functional_ckpt.torch.tensors import TORCH_DTYPES
 __all__ = [
     "Request",
     "as_object",
+    "as_ours",
     "as_tensor",
     "is_object",
     "is_tensor",
@@ -93,6 +96,55 @@ def as_object(leaf: Any) -> ShardedObject:
     if isinstance(leaf, ShardedObject):
         return leaf
     return ShardedObject(leaf.key, leaf.data, leaf.global_shape, leaf.global_offset, leaf.replica_id)
+
+
+def as_ours(state: Any) -> Any:
+    """Return a state dict with Megatron's leaves as ours; what its factories build is ours too.
+
+    Raises
+    ------
+    CheckpointingException
+        All leaves whose fields contradict each other, at once.
+
+    Examples
+    --------
+    >>> as_ours({"step": 3, "more": [None]})
+    {'step': 3, 'more': [None]}
+    """
+    problems: list[CheckpointError] = []
+
+    def convert(leaf: Any) -> Any:
+        try:
+            return _CONVERSIONS.get(_kind(type(leaf)), _unchanged)(leaf)
+        except CheckpointError as problem:
+            problems.append(problem)
+
+    result = map_leaves(convert, state)
+    raise_problems(problems)
+    return result
+
+
+def _as_factory(leaf: Any) -> ShardedTensorFactory:
+    def build(*arguments: Any) -> Any:
+        return as_ours(leaf.build_fn(*arguments))
+
+    return ShardedTensorFactory(leaf.key, leaf.data, build, leaf.merge_fn, leaf.replica_id, leaf.flattened_range)
+
+
+def _as_local(leaf: Any) -> LocalNonpersistentObject:
+    return LocalNonpersistentObject(leaf.unwrap())
+
+
+def _unchanged(leaf: Any) -> Any:
+    return leaf
+
+
+_CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {
+    "ShardedTensor": as_tensor,
+    "ShardedObject": as_object,
+    "ShardedTensorFactory": _as_factory,
+    "LocalNonpersistentObject": _as_local,
+}
 
 
 def _checked(leaves: Iterable[Any]) -> Iterator[ShardedObject | tuple[ShardedTensor, ShardSpec]]:

@@ -10,6 +10,7 @@ from functional_ckpt.torch.factory import ShardedTensorFactory, built, merged
 from functional_ckpt.torch.mapping import LocalNonpersistentObject
 from functional_ckpt.torch.sharded_base import ShardedBase, StateDict
 from functional_ckpt.torch.sharded_object import ShardedObject
+from functional_ckpt.torch.sharded_state import as_ours
 from functional_ckpt.torch.state_tree import NOTHING, joined, leaves_of, map_leaves, picked, with_lists
 
 __all__ = ["Parts", "assembled", "objects_of", "tensors_of"]
@@ -28,9 +29,10 @@ class Parts:
 
     @classmethod
     def of(cls, state: Any) -> "Parts":
-        """Take a state dict apart."""
+        """Take a state dict apart; Megatron's leaves are understood too."""
         if not isinstance(state, dict):
             raise SpecError("a state dict is a dict", expected="dict", found=type(state).__name__)
+        state = as_ours(state)
         source = built(state)
         raise_problems(_hidden(leaf) for leaf in leaves_of(source) if _hides_a_shard(leaf))
         return cls(

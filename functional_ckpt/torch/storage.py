@@ -4,25 +4,28 @@ What they write and read is what `functional_ckpt.save` and `functional_ckpt.loa
 and way to publish. The data never passes through DCP's own files.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch.distributed as dist
 
-from functional_ckpt.collector import collector_paused
-from functional_ckpt.comm import Gather, agree
+from functional_ckpt.capture import Captured
+from functional_ckpt.collector import RareCollection, collector_paused
+from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.saving import (
     Written,
-    abandon_written,
     prepare_captured,
     publish_alone,
     publish_written,
     write_parts,
 )
+from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.torch.dcp import (
     Members,
     Metadata,
@@ -34,14 +37,17 @@ from functional_ckpt.torch.dcp import (
     WriteResult,
     done,
     is_bytes,
+    planned,
     stamp,
+    with_planner_data,
     with_storage_data,
     write_result,
 )
-from functional_ckpt.torch.group import member_gather
+from functional_ckpt.torch.group import Link, member_link
 from functional_ckpt.torch.items import captured_plan
-from functional_ckpt.torch.rank_local import GatherOnly, with_pure_grid
+from functional_ckpt.torch.rank_local import with_pure_grid
 from functional_ckpt.torch.storage_reader import ZarrStorageReader, has_store
+from functional_ckpt.torch.writing import Writing, abandon_left
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader", "ZarrStorageWriter"]
 
@@ -84,7 +90,9 @@ class ZarrStorageWriter(StorageWriter):
         self.path, self.policy, self.overwrite = path, policy, overwrite
         self._members: tuple[int, ...] | None = None
         self._is_coordinator, self._with_collectives = False, True
-        self._written: Written | None = None
+        self._count = 0
+        self._writing: Writing | None = None
+        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -93,7 +101,7 @@ class ZarrStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a save under way: another process starts afresh."""
-        return {**self.__dict__, "_members": None, "_is_coordinator": False, "_written": None}
+        return {**self.__dict__, "_members": None, "_is_coordinator": False, "_writing": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -111,8 +119,9 @@ class ZarrStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the role of this rank."""
+        """Learn the role of this rank; DCP plans from here on."""
         self._drop()
+        self._planning.begin()
         self._is_coordinator = is_coordinator
         self._with_collectives = bool(kwargs.get("use_collectives", True))
 
@@ -124,62 +133,93 @@ class ZarrStorageWriter(StorageWriter):
         """Tell every rank who saves. Chunks are planned later, by all ranks: cached plans do not come past here."""
         if not self._with_collectives:  # each rank sees its own plan only
             return plans
-        members = _members_of(plans)
-        self._members = members
-        return [with_storage_data(plan, Members(members)) for plan in plans]
+        self._members, self._count = _members_of(plans), len(plans)
+        if self._members is None:
+            return plans
+        return [with_storage_data(plan, Members(self._members)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        """Agree with all ranks on the chunks, and write this rank's; nothing is visible yet."""
-        gather = self._gather(plan)
-        keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
-        digested = keeps_copies and gather.size > 1
+        """Begin to write this rank's part, on a thread where others take part; nothing is visible yet."""
+        try:
+            return done(self._begun(plan, planner))
+        finally:
+            if self._writing is None:  # this rank is asked for nothing more
+                self._planning.end_soon()
+
+    def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
+        link = self._link(plan)
+        held: list[Captured] = []
         policy = self.policy if self._with_collectives else with_pure_grid(self.policy)
-        terms = f"dcp {(policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec)}"
-        terms = f"{terms} {policy.consolidate} overwrite={self.overwrite}"
-        with collector_paused():
-            prepared = prepare_captured(
-                lambda: captured_plan(plan, planner, gather.rank, policy, terms, digested),
-                self.path, policy, gather, self.overwrite,
-            )  # fmt: skip
-            written = write_parts(prepared, Tracker())
-        self._written = written if gather.rank == 0 or not self._with_collectives else None
-        return done([write_result(item, _nbytes(item, written.manifest)) for item in plan.items])
+
+        def describe() -> Captured:
+            held.append(self._captured(plan, planner, policy, link))
+            return held[0]
+
+        def write(gather: Gather, described: Callable[[], Captured]) -> Written:
+            with collector_paused():
+                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite)
+                return write_parts(prepared, Tracker())
+
+        if isinstance(link, Link) and self._with_collectives:
+            mine = describe()  # here, so that what fails is this rank's failure: DCP tells the others
+            begun = Writing.begun(lambda is_over: write(link.meet(is_over), lambda: mine), link.rank == 0)
+            self._writing = begun if link.rank == 0 else None
+        else:
+            gather = link.gather() if isinstance(link, Link) else link
+            self._writing = Writing.done(write(gather if self._with_collectives else GatherOnly(gather), describe))
+        specs = {leaf.key: leaf.spec for leaf in held[0].common.arrays}
+        return [write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish in one step what all ranks have written; without collectives, all ranks come here."""
-        written = self._written
-        if written is None:
+        if self._writing is None:
             raise SpecError("there is nothing to publish here", remedy="Leave coordinator_rank=0")
+        written = self._writing.result()
 
-        def check() -> None:
+        def checked() -> Written:
             raise_problems(_unwritten(metadata, results, written.manifest))
+            return attrs.evolve(written, manifest=with_planner_data(written.manifest, metadata.planner_data))
 
         try:
             if self._with_collectives:
-                check()
-                publish_alone(written)
+                publish_alone(checked())
             else:
-                agree(written.prepared.gather, check)
-                publish_written(written)
+                publish_written(agree(written.prepared.gather, checked))
         except BaseException:
             self._drop()
             raise
-        self._written = None
+        self._writing = None
+        self._planning.end_soon()
         stamp(metadata, self.checkpoint_id)
 
-    def _gather(self, plan: SavePlan) -> Gather:
+    def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
+        """Describe what this rank is to write."""
+        keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
+        terms = f"dcp {(policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec)}"
+        terms = f"{terms} {policy.consolidate} overwrite={self.overwrite}"
+        with collector_paused():
+            return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
+
+    def _link(self, plan: SavePlan) -> Link | LocalGather:
+        """Return what connects this rank to the others that save."""
         told = plan.storage_data.ranks if isinstance(plan.storage_data, Members) else None
-        members = self._members if self._is_coordinator else told
+        members = self._members or told
         if members is None or not self._with_collectives:
             # Nobody says who saves: a plan cached while another storage was in use, or no exchange of plans at all.
             members = tuple(range(dist.get_world_size())) if _is_joined() else (0,)
-        gather = member_gather(members, self.policy.timeout_s, "dcp")
-        return gather if self._with_collectives else GatherOnly(gather)
+        if self._is_coordinator and self._with_collectives and len(members) != self._count:
+            raise SpecError(
+                "cached plans do not say which ranks save", expected=f"{self._count} ranks", found=members,
+                remedy="Turn plan caching off, or save with the default process group",
+            )  # fmt: skip
+        return member_link(members, self.policy.timeout_s, "dcp")
 
     def _drop(self) -> None:
-        written, self._written, self._members = self._written, None, None
-        if written is not None:
-            abandon_written(written)
+        writing, self._writing, self._members = self._writing, None, None
+        if writing is not None:
+            writing.abandon()
+        abandon_left()
+        self._planning.end()
 
 
 def _is_joined() -> bool:
@@ -190,36 +230,30 @@ def _number() -> int:
     return dist.get_rank() if _is_joined() else 0
 
 
-def _members_of(plans: list[SavePlan]) -> tuple[int, ...]:
-    """Return the ranks that made these plans."""
+def _members_of(plans: list[SavePlan]) -> tuple[int, ...] | None:
+    """Return the ranks that made these plans; None if some are cached, and say nothing."""
     if len(plans) == 1:
         return (_number(),)
     told = [plan.storage_data.ranks for plan in plans if isinstance(plan.storage_data, Members)]
     if len(told) == len(plans) and all(len(ranks) == 1 for ranks in told):
         return tuple(ranks[0] for ranks in told)
-    if len(plans) == dist.get_world_size():  # some plans are cached, and say nothing
-        return tuple(range(len(plans)))
-    raise SpecError(
-        "cached plans do not say which ranks save", expected=f"{dist.get_world_size()} plans", found=len(plans),
-        remedy="Turn plan caching off, or save with the default process group",
-    )  # fmt: skip
+    return tuple(range(len(plans))) if len(plans) == dist.get_world_size() else None
 
 
-def _nbytes(item: WriteItem, manifest: Manifest) -> int:
-    entry = manifest.by_key.get(item.index.fqn)
-    if entry is None:
+def _nbytes(item: WriteItem, spec: ArraySpec | None) -> int:
+    if spec is None:
         return 0
     if is_bytes(item) or item.tensor_data is None:
-        return entry.spec.nbytes
-    return int(item.tensor_data.chunk.sizes.numel()) * entry.spec.itemsize
+        return spec.nbytes
+    return int(item.tensor_data.chunk.sizes.numel()) * spec.itemsize
 
 
 def _unwritten(metadata: Metadata, results: list[list[WriteResult]], manifest: Manifest) -> list[ProblemError]:
-    """Return a problem for each key that DCP has planned and some step has lost."""
-    reported = {result.index.fqn for each in results for result in each}
+    """Return a problem for each item that DCP has planned and some step has lost."""
+    reported = {(result.index.fqn, result.index.offset) for each in results for result in each}
     stored = {*manifest.by_key, *(value.key for value in manifest.values)}
     return [
-        GapError("a planned item was not written", key)
-        for key in metadata.state_dict_metadata
-        if key not in stored or key not in reported
+        GapError("a planned item was not written", key, None, None, None if offset is None else tuple(offset))
+        for key, offset in planned(metadata)
+        if key not in stored or (key, offset) not in reported
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.collector import collector_paused
+from functional_ckpt.collector import RareCollection, collector_paused
 from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.loading import read_object
 from functional_ckpt.plan.load import plan_load
@@ -71,6 +71,7 @@ class ZarrStorageReader(StorageReader):
         super().__init__()
         self.path, self.policy = path, policy
         self._opened: _Opened | None = None
+        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -89,6 +90,7 @@ class ZarrStorageReader(StorageReader):
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begin anew, at `checkpoint_id` if there is one."""
         self._opened = None
+        self._planning.end()
         if checkpoint_id is not None:
             self.path = checkpoint_id
 
@@ -99,7 +101,8 @@ class ZarrStorageReader(StorageReader):
             return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Open the checkpoint, unless `read_metadata` has."""
+        """Open the checkpoint, unless `read_metadata` has; DCP plans from here on."""
+        self._planning.begin()
         self._opened = self._opened or _Opened.at(self.path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -112,6 +115,13 @@ class ZarrStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once to where they belong."""
+        try:
+            self._read(plan, planner)
+        finally:
+            self._planning.end_soon()
+        return done(None)
+
+    def _read(self, plan: LoadPlan, planner: Any) -> None:
         opened, self._opened = self._opened or _Opened.at(self.path), None
         tensors = [item for item in plan.items if not is_bytes(item)]
         with collector_paused():
@@ -125,7 +135,6 @@ class ZarrStorageReader(StorageReader):
                 value = opened.value(item.storage_index.fqn, self.policy.safe_globals)
                 planner.load_bytes(item, streamed(value))
         check_identity(opened.store, opened.identity)
-        return done(None)
 
 
 @attrs.frozen(eq=False)

@@ -6,6 +6,7 @@ has a hard limit; a rank that does not answer within it is shown with the stacks
 
 import contextlib
 import faulthandler
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -214,6 +215,15 @@ def mesh(*shape, names=None):
     if (shape, names) not in meshes:
         meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return meshes[shape, names]
+
+
+def distributed(whole, mesh, placements):
+    """Return a tensor, of which every rank has the whole, as a DTensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    # Some versions cannot do it without sending.
+    quietly = {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
+    return distribute_tensor(whole, mesh, placements, **quietly)
 
 
 def values(*shape, dtype="float32", seed=0):

@@ -45,11 +45,11 @@ def size():
 
 def placed(whole, *placements):
     """Return a tensor on the mesh of all ranks, with as many axes as placements."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
     shape = (size(),) if len(placements) == 1 else (2, size() // 2)
     found = [Replicate() if p == "R" else Shard(int(p[1:])) for p in placements]
-    return distribute_tensor(whole, launch.mesh(*shape), found, src_data_rank=None)
+    return launch.distributed(whole, launch.mesh(*shape), found)
 
 
 def whole_tensors():
@@ -211,12 +211,12 @@ def save_in_groups(path):
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     which = dist.get_rank() % 2
     mesh = DeviceMesh.from_group(groups[which], "cpu")
-    tensor = distribute_tensor(launch.values(6, 3, seed=which), mesh, [Shard(0)], src_data_rank=None)
+    tensor = launch.distributed(launch.values(6, 3, seed=which), mesh, [Shard(0)])
     dcp().save({"w": tensor}, storage_writer=writer(f"{path}{which}"), process_group=groups[which])
     found = {"w": torch.zeros_like(tensor)}
     dcp().load(found, storage_reader=reader(f"{path}{which}"), process_group=groups[which])

@@ -60,6 +60,66 @@ def test_one_rank_fails_so_all_do_and_the_old_checkpoint_stays(four, tmp_path, b
     four.run(save, path)
 
 
+#: Every step of a save, and which of writer and planner takes it. Only the coordinator takes those that are global.
+STEPS = (
+    ("planner", "set_up_planner"), ("writer", "storage_meta"), ("writer", "set_up_storage_writer"),
+    ("planner", "create_local_plan"), ("writer", "prepare_local_plan"), ("planner", "create_global_plan"),
+    ("writer", "prepare_global_plan"), ("planner", "finish_plan"), ("writer", "write_data"),
+    ("planner", "resolve_data"), ("writer", "write_data result"), ("writer", "finish"),
+)  # fmt: skip
+
+
+def save_broken(path, broken, who, step):
+    """Save with a step that fails on rank `broken`; return the ranks that DCP says have failed, and the seconds."""
+    import time
+
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from functional_ckpt.torch.dcp import Future
+
+    planner, storage = DefaultSavePlanner(), writer(path, policy=EXCLUSIVE)
+    name, late = step.removesuffix(" result"), step.endswith("result")
+    owner = planner if who == "planner" else storage
+    was = getattr(type(owner), name)
+
+    def fail(*arguments, **options):
+        if launch.rank() != broken:
+            return was(owner, *arguments, **options)
+        if late:
+            was(owner, *arguments, **options)
+            future = Future()
+            future.set_exception(ValueError("broken on purpose"))
+            return future
+        raise ValueError("broken on purpose")
+
+    if step == "set_up_planner":  # DCP looks at its signature
+        owner.set_up_planner = lambda state_dict, storage_meta=None, is_coordinator=False: fail(
+            state_dict, storage_meta, is_coordinator
+        )
+    else:
+        setattr(owner, name, fail)
+    began = time.monotonic()
+    with pytest.raises(BaseException, match="broken on purpose") as caught:
+        dcp().save({"w": placed(launch.values(64, 8), "S0"), "n": 1}, storage_writer=storage, planner=planner)
+    assert type(caught.value).__name__ == "CheckpointException"
+    return sorted(caught.value.failures), time.monotonic() - began
+
+
+@pytest.mark.parametrize(("who", "step"), STEPS)
+def test_a_step_that_fails_on_one_rank_is_told_to_all_at_once(four, tmp_path, who, step):
+    path = str(tmp_path / "c")
+    four.run(save_small, path)
+    broken = 0 if step in ("create_global_plan", "prepare_global_plan", "finish") else 2
+    for _ in range(2):
+        for failed, seconds in four.run(save_broken, path, broken, who, step):
+            assert failed == [broken]
+            assert seconds < 5
+    assert fc.open_checkpoint(path)["copy"][:].tolist() == [1, 1, 1]
+    four.run(save_small, path)
+    assert os.listdir(tmp_path) == ["c"]
+    assert fc.verify(path).ok
+
+
 def save_different(path, strict):
     import torch
 
@@ -152,4 +212,4 @@ def test_holes_casts_and_lost_chunks_are_errors(four, tmp_path):
 
 def test_no_checkpoint_is_an_error_on_every_rank(four, tmp_path):
     outcomes = four.outcomes(load_as, str(tmp_path / "none"), "float32")
-    assert all("no checkpoint here" in outcome.text for outcome in outcomes)
+    assert all("CheckpointException" in outcome.text for outcome in outcomes)

@@ -126,12 +126,12 @@ def test_a_value_that_cannot_travel_stops_nobody(four):
 def copies_elsewhere(path, members):
     """Two of four ranks save DTensors of which the other two hold copies: no plan may count on those."""
     import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
     group = dist.new_group(list(members))
     mesh = launch.mesh(2, 2)
     state = {
-        f"w{i}": distribute_tensor(launch.values(8, 4), mesh, how, src_data_rank=None)
+        f"w{i}": launch.distributed(launch.values(8, 4), mesh, how)
         for i, how in enumerate([[Replicate(), Replicate()], [Replicate(), Shard(0)]])
     }
     if launch.rank() in members:

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.api import async_save, load, save
-from functional_ckpt.checkpoint import open_checkpoint
+from functional_ckpt.checkpoint import StoredArray, open_checkpoint
 from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
@@ -34,7 +34,7 @@ from functional_ckpt.torch.sharded_state import (
     leaves_to_save,
     stored_leaves,
 )
-from functional_ckpt.torch.state_tree import leaves_of, map_leaves
+from functional_ckpt.torch.state_tree import leaves_of, map_leaves, picked
 from functional_ckpt.torch.strategies.async_calls import AsyncRequest
 from functional_ckpt.torch.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -310,13 +310,16 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
         return True
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """Return the common half, tensors on the CPU.
+        """Return the common half, tensors on the CPU; the plain values of what DCP or `functional_ckpt.save` wrote.
 
         Raises
         ------
         CheckpointingException
             If there is none, it is corrupt, or holds an object of a class that is not allowed.
         """
+        if is_without_halves(checkpoint_dir):
+            plain = picked(lambda leaf: not isinstance(leaf, StoredArray), open_checkpoint(checkpoint_dir).tree())
+            return plain if isinstance(plain, dict) else {}
         state: StateDict = open_checkpoint(_below(checkpoint_dir, COMMON)).state("torch", self.safe_globals)
         return state
 
@@ -330,6 +333,23 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the objects that `save_sharded_objects` stored, by their unique keys."""
         return {k: v for k, v in stored_leaves(read_manifest(_below(checkpoint_dir, OBJECTS))).items() if is_object(v)}
+
+
+def is_without_halves(checkpoint_dir: str | Path) -> bool:
+    """Tell whether a directory holds a checkpoint that was not written by Megatron's functions, but by DCP or `save`.
+
+    Those write the common half first, so what they have left unfinished is none.
+
+    Examples
+    --------
+    >>> save({"step": 3}, "memory://halves-example")
+    Manifest(...)
+    >>> is_without_halves("memory://halves-example"), ZarrLoadCommonStrategy().load_common("memory://halves-example")
+    (True, {'step': 3})
+    """
+    store = open_store(checkpoint_dir)
+    halves = (f"{COMMON}/{ROOT}", "common.pt")
+    return store.nbytes_of(ROOT) is not None and all(store.nbytes_of(name) is None for name in halves)
 
 
 def _sealed(common_state_dict: StateDict) -> Any:

@@ -1,0 +1,95 @@
+"""The state of what looks like a DistributedOptimizer: refusals, chains, and checkpoints of other optimizers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError  # noqa: E402
+from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state  # noqa: E402
+from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.optimizer import (  # noqa: E402
+    get_param_id_to_sharded_param_map,
+    optim_state_to_sharding_state,
+)
+from functional_ckpt.torch.serialization import load, save  # noqa: E402
+
+
+def model(replica_id=(0, 0, 0)):
+    weight = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
+    return weight, {"w": ShardedTensor.from_rank_offsets("w", weight, replica_id=replica_id)}
+
+
+def optimizer(weight, start=2, stop=9, **more):
+    """Return one that holds a range of a parameter, with a real Adam inside that has not stepped."""
+    master = weight.detach().reshape(-1)[start:stop].clone().requires_grad_()
+    inner = torch.optim.Adam([master])
+    ranges = {"param_map": {weight: {"param": SimpleNamespace(start=start, end=stop)}}}
+
+    def moments(adam, config):
+        for state in (adam.state[master],) if not adam.state else ():
+            state.update(exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+
+    fields = {
+        "optimizer": inner, "gbuf_ranges": [{"dtypes": [ranges]}], "model_param_group_index_map": {weight: (0, 0)},
+        "config": SimpleNamespace(), "distributed_optimizer_instance_id": 0, "init_state_fn": moments,
+        "state_dict": lambda: {"step": 1}, "load_state_dict": lambda state: None,
+    }  # fmt: skip
+    return SimpleNamespace(**{name: value for name, value in {**fields, **more}.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ({"gbuf_ranges": None}, "SimpleNamespace"),
+        ({"config": SimpleNamespace(use_precision_aware_optimizer=True)}, "use_precision_aware_optimizer"),
+        ({"optimizer": SimpleNamespace(sub_optimizers=[])}, "optimizer_cpu_offload"),
+    ],
+    ids=["fsdp", "precision aware", "cpu offload"],
+)
+def test_other_ways_to_keep_a_state_are_refused(kind, what):
+    weight, described = model()
+    with pytest.raises(UnsupportedLeafError, match=what):
+        sharded_optimizer_state(optimizer(weight, **kind), described)
+
+
+@pytest.mark.parametrize("replica_id", [0, (0, 1)])
+def test_a_replica_id_without_a_data_parallel_rank_is_refused(replica_id):
+    weight, described = model(replica_id)
+    with pytest.raises(SpecError, match=r"'w'.*data parallel"):
+        sharded_optimizer_state(optimizer(weight), described)
+
+
+def test_a_state_of_another_length_is_refused():
+    weight, described = model()
+    held = optimizer(weight)
+    (master,) = held.optimizer.param_groups[0]["params"]
+    held.optimizer.state[master]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ShapeError, match=r"'optimizer.state.exp_avg.w'"):
+        sharded_optimizer_state(held, described)
+
+
+def test_a_chain_is_all_its_parts_but_those_without_parameters():
+    weight, described = model()
+    parts = [optimizer(weight, 0, 2), SimpleNamespace(is_stub_optimizer=True), optimizer(weight, 2, 12)]
+    chain = SimpleNamespace(chained_optimizers=parts, state_dict=lambda: ["both"], load_state_dict=list)
+    state = sharded_optimizer_state(chain, described)
+    assert [shard.flattened_range for shard in state["shards"]] == [slice(0, 2)] * 3 + [slice(2, 12)] * 3
+    assert state["common"] == ["both"]
+    load_optimizer_state(chain, state)
+
+
+def test_the_moments_of_a_plain_adam_load(tmp_path):
+    weight, described = model()
+    adam = torch.optim.Adam([weight])
+    weight.grad = torch.arange(12.0).reshape(4, 3) + 1
+    adam.step()
+    plain = adam.state_dict()
+    optim_state_to_sharding_state(plain, get_param_id_to_sharded_param_map(described, [weight]), ("step",))
+    save({"optimizer": plain}, tmp_path / "plain")
+    state = sharded_optimizer_state(optimizer(weight), described)
+    moments = [shard for shard in state["shards"] if "exp_avg" in shard.key]
+    load({"moments": moments}, tmp_path / "plain", validate_access_integrity=False)
+    for shard, name in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
+        assert torch.equal(shard.data, adam.state[weight][name].reshape(-1)[2:9])
