@@ -8,9 +8,10 @@ torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError  # noqa: E402
 from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.mapping import CheckpointingException, ShardedTensor  # noqa: E402
 from functional_ckpt.torch.optimizer import (  # noqa: E402
     get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
 from functional_ckpt.torch.serialization import load, save  # noqa: E402
@@ -93,3 +94,10 @@ def test_the_moments_of_a_plain_adam_load(tmp_path):
     load({"moments": moments}, tmp_path / "plain", validate_access_integrity=False)
     for shard, name in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
         assert torch.equal(shard.data, adam.state[weight][name].reshape(-1)[2:9])
+
+
+def test_a_state_of_another_shape_than_its_parameter_is_refused():
+    w = ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, 1, 3))
+    with pytest.raises(AssertionError, match=r"optimizer\.state\.exp_avg\.w") as caught:
+        make_sharded_optimizer_tensor(w, torch.zeros(3), "optimizer.state.exp_avg")
+    assert isinstance(caught.value, CheckpointingException)

@@ -6,6 +6,7 @@ import pytest
 import functional_ckpt
 from functional_ckpt import LocalShards, SavePolicy
 from functional_ckpt.errors import CheckpointErrors, GapError, OverlapError, ReplicaError
+from functional_ckpt.plan.local import needs_gathering
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, Sharding, relabelled
@@ -51,3 +52,22 @@ def test_cells_that_do_not_begin_where_cells_of_their_grid_do(tmp_path):
 @pytest.mark.parametrize("members", [(0, 1), (1, 2)])
 def test_a_sharding_over_ranks_outside_the_group_is_none_of_its(members):
     assert relabelled(Sharding(Mesh.line(4), (Shard(0),)), members) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "grid", "flat"),
+    [
+        ((4,), Box((1,), (3,)), (2,), None),
+        ((4,), Box((0,), (2,)), (3,), None),
+        ((4,), Box((0,), (2,)), (2, 1), None),
+        ((4,), Box((0,), (2,)), None, None),
+        ((4,), Box((0,), (2,)), (2,), (0, 1)),
+        ((0,), Box((0,), (0,)), (2,), None),
+    ],
+)
+def test_what_is_no_complete_grid_is_gathered(shape, box, grid, flat):
+    shard = ShardSpec(ArraySpec("w", shape, "int8"), box, 0, flat, grid)
+    assert needs_gathering(0, shard, "declared") is not None
+    good = from_rank_offsets("w", "int8", (2,), (0, 1, 2))
+    assert needs_gathering(0, good, "declared") is None
+    assert needs_gathering(0, good, "elect") is not None

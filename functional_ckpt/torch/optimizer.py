@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from functional_ckpt.errors import ShapeError, SpecError
+from functional_ckpt.errors import SpecError
+from functional_ckpt.torch.exceptions import ShapeAssertionError
 from functional_ckpt.torch.factory import ShardedTensorFactory
 from functional_ckpt.torch.mapping import LocalNonpersistentObject
 from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict, logger
@@ -77,7 +78,7 @@ def make_sharded_optimizer_tensor(
     Raises
     ------
     CheckpointingException
-        If its shape is not that of the parameter; names the key.
+        If its shape is not that of the parameter (an ``AssertionError`` too); names the key.
 
     Examples
     --------
@@ -90,8 +91,8 @@ def make_sharded_optimizer_tensor(
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=data)
     if model_param.flattened_range is None and tuple(data.shape) != tuple(model_param.local_shape):
-        raise ShapeError("an optimizer's tensor has another shape than its parameter", key,
-                         expected=tuple(model_param.local_shape), found=tuple(data.shape))  # fmt: skip
+        raise ShapeAssertionError("an optimizer's tensor has another shape than its parameter", key,
+                                  expected=tuple(model_param.local_shape), found=tuple(data.shape))  # fmt: skip
     return replace(model_param, key=key, data=data, dtype=data.dtype)
 
 
