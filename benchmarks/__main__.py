@@ -7,7 +7,6 @@ for thousands of them: ``python -m benchmarks.planning``.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks import fetched, figures, lineup, memory, reshard
 from benchmarks.competitors import DCP, OURS, Competitor
 from benchmarks.figures import FIGURES, Results
 from benchmarks.measure import Samples, time_loads, time_saves
+from benchmarks.options import chosen_size, new_parser, tell
 from benchmarks.place import Place, default_directories, scratch_place
 from benchmarks.state import MIB, large_state, small_state
 from benchmarks.table import WIDTH, figure_table, ratio_table
@@ -45,9 +45,7 @@ QUICK = Size(64 * MIB, 500, 3)
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = _parser().parse_args(arguments)
-    size = QUICK if chosen.quick else FULL
-    if chosen.rounds:
-        size = attrs.evolve(size, rounds=chosen.rounds)
+    size = chosen_size(chosen, FULL, QUICK)
     found = lineup.assemble()
     competitors = [one for one in found.competitors if not (chosen.skip_ours and one.name == OURS)]
     console = Console(width=WIDTH)
@@ -102,21 +100,17 @@ def _one_process(place: Place, size: Size, competitors: Sequence[Competitor]) ->
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("benchmarks", __doc__)
     parser.add_argument(
         "--dir", action="append", type=Path,
         help="where to write, repeatable; default: /dev/shm, and the directory for temporary files",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
-    parser.add_argument("--rounds", type=int, help="rounds of each measurement")
     parser.add_argument("--skip-ours", action="store_true", help="only the others")
     return parser
 
 
 def _tell(place: Place, step: str) -> None:
-    print(f"{place.title}: {step} ...", file=sys.stderr, flush=True)
+    tell(f"{place.title}: {step} ...")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ columns too. At the end: the time to plan a load from checkpoints written as by 
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ import functional_ckpt
 from benchmarks.competitors import DCP, OURS
 from benchmarks.group import run_ranks, timed_by_all
 from benchmarks.measure import Samples, ratio, rotated
+from benchmarks.options import new_parser, tell
 from benchmarks.place import Place, default_directories, scratch_place
 from benchmarks.ranks_job import Work, timed_save, timed_saves
 from benchmarks.sharded import DState, Library, all_ranks, library, prove, sharded
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         with scratch_place(directory) as place:
             for ranks in chosen.ranks:
                 for work in QUICK if chosen.quick else FULL:
-                    print(f"{ranks} ranks, {place.title}, {work} ...", file=sys.stderr)
+                    tell(f"{ranks} ranks, {place.title}, {work} ...")
                     console.print(_table(ranks, work, run_ranks(ranks, measure, place, work, chosen.rounds)))
             few, many = (planning_s(place.fresh_path(), parts) for parts in (4, 1024))
         console.print(
@@ -157,11 +157,10 @@ def _table(ranks: int, work: Work, times: Times) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dcp_storage", description=__doc__)
+    parser = new_parser("benchmarks.dcp_storage", __doc__)
     parser.add_argument("--dir", type=Path, action="append", help="where to write (default: the first known place)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a smaller state, to see that it runs")
+    parser.set_defaults(rounds=5)
     return parser
 
 

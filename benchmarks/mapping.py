@@ -7,7 +7,6 @@ read. Last, the CPU time of one rank from a state dict of 20,000 sharded tensors
 """
 
 import argparse
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.figures import Figure
 from benchmarks.group import run_ranks
 from benchmarks.mapping_job import FLAT, ROWS, SHARDS, Fetched, Times, measure_fetched, measure_times
 from benchmarks.measure import Sample, Samples, ratio
+from benchmarks.options import chosen_size, new_parser, tell
 from benchmarks.place import default_directories, scratch_place
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, time_cells
@@ -79,21 +79,19 @@ FIGURES = (
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = _parser().parse_args(arguments)
-    size = QUICK if chosen.quick else FULL
-    if chosen.rounds:
-        size = attrs.evolve(size, rounds=chosen.rounds)
+    size = chosen_size(chosen, FULL, QUICK)
     console = Console(width=WIDTH)
     title = (
         f"{RANKS} ranks, {size.tensors} float32 tensors of {size.nbytes // MIB} MiB, "
         f"{SHARDS} shards of each; {size.rounds} rounds"
     )
     with scratch_place(chosen.dir or default_directories()[0]) as place:
-        _tell("flat shards and rows ...")
+        tell("flat shards and rows ...")
         times = run_ranks(RANKS, measure_times, place, size.tensors, size.nbytes, size.rounds)
         console.print(_times_table(f"{title}, {place.title}", times))
-        _tell("a fully parallel load ...")
+        tell("a fully parallel load ...")
         fetched = run_ranks(RANKS, measure_fetched, place, size.replicated_nbytes)
-    _tell("planning ...")
+    tell("planning ...")
     results = Results(times, fetched, measure_planning(size.planned, size.rounds))
     console.print(_planning_table(size.planned, results.planning))
     console.print(figure_table("figures", FIGURES, results))
@@ -151,17 +149,9 @@ def _planning_table(count: int, planning: list[tuple[float, ...]]) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.mapping", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("benchmarks.mapping", __doc__)
     parser.add_argument("--dir", type=Path, help="where to write; default: /dev/shm")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
-    parser.add_argument("--rounds", type=int, help="rounds of each measurement")
     return parser
-
-
-def _tell(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

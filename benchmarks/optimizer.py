@@ -8,11 +8,9 @@ only say that they are on one.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import attrs
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -30,6 +28,7 @@ from benchmarks.optimizer_job import (
     measure_times,
     try_load,
 )
+from benchmarks.options import chosen_size, new_parser, tell
 from benchmarks.place import Place, default_directories, scratch_place
 from benchmarks.ranks_job import Peak, Times
 from benchmarks.state import MIB
@@ -42,14 +41,12 @@ QUICK = Size(hidden=64, vocabulary=512, rounds=2)
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = _parser().parse_args(arguments)
-    size = QUICK if chosen.quick else FULL
-    if chosen.rounds:
-        size = attrs.evolve(size, rounds=chosen.rounds)
+    size = chosen_size(chosen, FULL, QUICK)
     console = Console(width=WIDTH)
     console.print(f"GPT of 4 layers, hidden size {size.hidden}, {size.rounds} rounds; saved at {SAVED}, {RANKS} ranks")
     with scratch_place(chosen.dir or default_directories()[0]) as place:
         if "costs" in chosen.what:
-            _tell("times ...")
+            tell("times ...")
             times = run_ranks(RANKS, measure_times, place, size)
             peaks = {name: _peaks(place, name, size) for name in FORMATS}
             console.print(_costs_table(f"optimizer state, {place.title}", times, peaks))
@@ -63,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _peaks(place: Place, name: str, size: Size) -> tuple[Peak, Peak]:
-    _tell(f"memory of {name} ...")
+    tell(f"memory of {name} ...")
     return run_ranks(RANKS, measure_peaks, place, name, size)
 
 
@@ -73,7 +70,7 @@ def _layouts(place: Place, name: str, size: Size) -> dict[str, str]:
     run_ranks(RANKS, keep_one_save, path, name, size)
     answers = {}
     for layout in LAYOUTS:
-        _tell(f"{name} at {layout} ...")
+        tell(f"{name} at {layout} ...")
         try:
             wrong = run_ranks(RANKS, try_load, path, name, layout, size)
         except (ProcessRaisedException, ProcessExitedException) as error:
@@ -108,20 +105,12 @@ def _layouts_table(title: str, found: Mapping[str, Mapping[str, str]]) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optimizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("benchmarks.optimizer", __doc__)
     parser.add_argument("--dir", type=Path, help="where to write; default: /dev/shm")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
-    parser.add_argument("--rounds", type=int, help="rounds of each measurement")
     parser.add_argument(
         "--what", nargs="+", choices=("costs", "layouts"), default=("costs", "layouts"), help="default: both"
     )
     return parser
-
-
-def _tell(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

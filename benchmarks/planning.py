@@ -7,7 +7,6 @@ measured sizes gives the exponent, and rows marked with ~ are that law's, not me
 """
 
 import argparse
-import sys
 from collections.abc import Callable
 
 import attrs
@@ -17,6 +16,7 @@ from rich.table import Table
 from benchmarks import planning_local, planning_ours
 from benchmarks.competitors import DCP, OURS
 from benchmarks.fit import PowerLaw, fit
+from benchmarks.options import new_parser, tell
 from benchmarks.planning_dcp import plan_dcp
 from benchmarks.planning_world import COLUMNS, RowCuts, irregular
 from benchmarks.stages import Cost, available_nbytes, cost_of
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(
         f"{OURS}: a repeated save of {largest} shards plans in {again.total_s / planned_s:.2%} of the first's"
     )
-    _tell("plan_local_save ...")
+    tell("plan_local_save ...")
     local = planning_local.measure(size.local_arrays, size.local_rounds)
     console.print(planning_local.costs_table(size.local_arrays, local))
     console.print(figure_table("figures: plan_local_save", planning_local.FIGURES, local))
@@ -87,7 +87,7 @@ def _measure(size: Size) -> tuple[Costs, list[str]]:
                 continue
             reason = _reason_to_stop(costs[name], cuts.shards, size.limit_s)
             if reason is None:
-                _tell(f"{name}: {ranks} ranks x {size.arrays} arrays ...")
+                tell(f"{name}: {ranks} ranks x {size.arrays} arrays ...")
                 cost = cost_of(compute, cuts, runs=_runs(costs[name], cuts.shards))
                 if cost is not None:
                     costs[name][cuts.shards] = cost
@@ -166,17 +166,10 @@ def _stages_table(name: str, size: Size, costs: dict[int, Cost]) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="small worlds: does it run at all?")
+    parser = new_parser("benchmarks.planning", __doc__, rounds=False)
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks, growing")
     parser.add_argument("--limit-s", type=float, help="seconds that one world may take one planner, with preparation")
     return parser
-
-
-def _tell(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ More ranks than cores take turns on the cores, for ours and for DCP alike.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from benchmarks.competitors import DCP, OURS
 from benchmarks.figures import Figure
 from benchmarks.group import run_ranks
 from benchmarks.measure import Sample, ratio
+from benchmarks.options import chosen_size, new_parser, tell
 from benchmarks.place import Place, default_directories, scratch_place
 from benchmarks.ranks_job import Peak, Times, Work, measure_peaks, measure_times
 from benchmarks.state import MIB
@@ -52,9 +52,7 @@ class Results:
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = _parser().parse_args(arguments)
-    size = QUICK if chosen.quick else FULL
-    if chosen.rounds:
-        size = attrs.evolve(size, rounds=chosen.rounds)
+    size = chosen_size(chosen, FULL, QUICK)
     console = Console(width=WIDTH)
     console.print(
         f"small: {size.small_count} x 4 KiB; large: {size.large_nbytes // MIB} MiB float32 in 16 tensors; "
@@ -73,11 +71,11 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(place: Place, ranks: int, size: Size) -> Results:
     times = []
     for work in (Work(small_count=size.small_count), Work(large_nbytes=size.large_nbytes)):
-        _tell(f"{ranks} ranks, {place.title}: {'small' if work.small_count else 'large'} ...")
+        tell(f"{ranks} ranks, {place.title}: {'small' if work.small_count else 'large'} ...")
         times.append(run_ranks(ranks, measure_times, place, work, size.rounds))
     peaks = {}
     for name in (OURS, DCP):
-        _tell(f"{ranks} ranks, {place.title}: memory of {name} ...")
+        tell(f"{ranks} ranks, {place.title}: memory of {name} ...")
         found = run_ranks(ranks, measure_peaks, place, name, size.large_nbytes, BUDGET_NBYTES)
         peaks.update(zip(((name, kind) for kind in (SYNC, ASYNC, RESHARD)), found, strict=True))
     return Results(*times, peaks)
@@ -141,18 +139,10 @@ def _peaks_table(title: str, results: Results) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("benchmarks.ranks", __doc__)
     parser.add_argument("--dir", action="append", type=Path, help="where to write, repeatable; default: /dev/shm")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes; default: 2 4")
-    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
-    parser.add_argument("--rounds", type=int, help="rounds of each measurement")
     return parser
-
-
-def _tell(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

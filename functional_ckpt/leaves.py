@@ -140,10 +140,7 @@ class NumpyLeaves:
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
         if isinstance(leaf, ShardSpec):
-            if leaf.flat is not None:
-                array = np.empty(leaf.size, numpy_dtype(leaf.array.dtype))
-            else:
-                array = np.empty(leaf.box.shape, numpy_dtype(leaf.array.dtype))
+            array = np.empty(leaf.data_shape, numpy_dtype(leaf.array.dtype))
             shard = attrs.evolve(leaf, array=attrs.evolve(leaf.array, key=key))
             held = HeldArray(shard.array, (HostBuffer(array),), False, id(array), None, (shard,))
             return Target(held, lambda: array)
@@ -203,11 +200,10 @@ def _local_shards(key: str, leaf: LocalShards) -> HeldArray:
     array = attrs.evolve(leaf.shards[0].array, key=key)
     shards = tuple(attrs.evolve(shard, array=array) for shard in leaf.shards)
     for shard, data in zip(shards, leaf.data, strict=True):
-        shape = shard.box.shape if shard.flat is None else (shard.size,)
         found = dtype_name(data.dtype, key)
-        if data.shape != shape or found != array.dtype:
+        if data.shape != shard.data_shape or found != array.dtype:
             raise ShapeError("a shard's data does not fit its spec", key, None, array.shape, shard.box.start,
-                             (shape, array.dtype), (data.shape, found))  # fmt: skip
+                             (shard.data_shape, array.dtype), (data.shape, found))  # fmt: skip
         if shard.flat is not None and not data.flags.c_contiguous:
             raise SpecError("the data of a flat shard must be contiguous", key, None, array.shape, shard.box.start)
     return HeldArray(array, tuple(map(HostBuffer, leaf.data)), False, id(leaf), None, shards)

@@ -84,6 +84,20 @@ def check_raised(outcomes, rank, text, kind):
         assert text in str(outcome)
 
 
+def check_nobody_waits(tmp_path, here, on, text, kind):
+    """Save on all ranks, each telling its thread who it is; one fails, so all raise at once and nothing is left."""
+
+    def saving(gather):
+        here.rank = gather.rank
+        return functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=gather)
+
+    began = time.monotonic()
+    outcomes = try_ranks(RANKS, saving)
+    assert time.monotonic() - began < 10
+    check_raised(outcomes, on, text, kind)
+    assert not list(tmp_path.iterdir())
+
+
 def test_pieces_meet_in_whole_chunks(tmp_path):
     (manifest, *_) = save(tmp_path / "a")
     assert [entry.layout.rung for entry in manifest.arrays] == ["owned"]
@@ -167,16 +181,8 @@ def test_a_buffer_that_fails_in_a_later_wave_keeps_nobody_waiting(tmp_path, monk
                 raise RuntimeError("the device is gone")
         return get(self, *arguments)
 
-    def saving(gather):
-        here.rank = gather.rank
-        return functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=gather)
-
     monkeypatch.setattr(HostBuffer, "get", failing)
-    began = time.monotonic()
-    outcomes = try_ranks(RANKS, saving)
-    assert time.monotonic() - began < 10
-    check_raised(outcomes, on, "the device is gone", RankFailedError)
-    assert not list(tmp_path.iterdir())
+    check_nobody_waits(tmp_path, here, on, "the device is gone", RankFailedError)
 
 
 @pytest.mark.parametrize("on", [0, 3])
@@ -191,17 +197,9 @@ def test_a_disk_that_is_full_in_a_later_wave_keeps_nobody_waiting(tmp_path, monk
                 raise OSError(errno.ENOSPC, "No space left on device")
         return create(self, name, *arguments)
 
-    def saving(gather):
-        here.rank = gather.rank
-        return functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=gather)
-
     monkeypatch.setattr(FileStore, "create", failing)
-    began = time.monotonic()
-    outcomes = try_ranks(RANKS, saving)
-    assert time.monotonic() - began < 10
-    check_raised(outcomes, on, "No space left", StorageError)
+    check_nobody_waits(tmp_path, here, on, "No space left", StorageError)
     assert len(calls) == after + 1  # after the first failure nothing more is written
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_message_that_cannot_be_made_becomes_zeros_and_a_failure():

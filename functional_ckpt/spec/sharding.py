@@ -86,6 +86,11 @@ class ShardSpec:
         return self.box.size if self.flat is None else self.flat[1] - self.flat[0]
 
     @property
+    def data_shape(self) -> tuple[int, ...]:
+        """Shape of the local buffer: that of the box, or one axis for a flat shard."""
+        return self.box.shape if self.flat is None else (self.size,)
+
+    @property
     def identity(self) -> tuple[Box, tuple[int, int]]:
         """What replicas have in common: box and flat range."""
         return self.box, self.flat or (0, self.box.size)

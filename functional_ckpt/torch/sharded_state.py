@@ -188,9 +188,9 @@ def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | Sealed]:
     problems: list[CheckpointError] = []
     for leaf in _checked(leaves_of(sharded_state_dict)):
         if isinstance(leaf, ShardedObject):
-            if leaf.unique_key in objects and is_main_replica(leaf.replica_id):
-                problems.append(DuplicateKeyError("two objects have one name", leaf.unique_key))
             if is_main_replica(leaf.replica_id):
+                if leaf.unique_key in objects:
+                    problems.append(DuplicateKeyError("two objects have one name", leaf.unique_key))
                 objects[leaf.unique_key] = Sealed(leaf.data)
             continue
         tensor, spec = leaf

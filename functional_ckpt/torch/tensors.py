@@ -168,8 +168,8 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
     array = shards[0].array
     for shard, tensor in zip(shards, tensors, strict=True):
         _check_type(key, tensor)
-        shape = shard.box.shape if shard.flat is None else (shard.size,)
-        expected, found = (array, shape, array.dtype), (shard.array, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
+        expected = array, shard.data_shape, array.dtype
+        found = shard.array, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
         if tensor.is_meta or expected != found:
             raise ShapeError("a local shard does not fit its array", key, None, array.shape, shard.box.start,
                              expected, "no memory" if tensor.is_meta else found)  # fmt: skip
