@@ -12,11 +12,14 @@ from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
 from functional_ckpt.pending import PendingSave, start
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.saving import prepare, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
+
+_PLANS = PlanMemory()
 
 
 def save(
@@ -66,7 +69,7 @@ def save(
     _refuse_base(base)
     gather = _gather(process_group, policy.timeout_s, "sync")
     with collector_paused():
-        return write(prepare(state, path, policy, gather, overwrite, attributes), Tracker(progress))
+        return write(prepare(state, path, policy, gather, overwrite, attributes, _PLANS), Tracker(progress))
 
 
 def async_save(
@@ -99,7 +102,7 @@ def async_save(
     gather = _gather(process_group, policy.timeout_s, "sync")
     background = _gather(process_group, policy.timeout_s, "async")
     with collector_paused():
-        prepared = prepare(state, path, policy, gather, overwrite, attributes)
+        prepared = prepare(state, path, policy, gather, overwrite, attributes, _PLANS)
     tracker = Tracker(progress)
     staged = stage(prepared, background, tracker)
     return start(lambda: write(staged, tracker), tracker)
