@@ -44,9 +44,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def refuse(policy: object, name: str, expected: str, value: object, remedy: str | None = None) -> PolicyError:
-    """Return the error that refuses `value` in field `name` of `policy`."""
-    what = f"{type(policy).__name__} does not accept this {name}"
+def refuse(owner: object, name: str, expected: str, value: object, remedy: str | None = None) -> PolicyError:
+    """Return the error that refuses `value` as `name`, a field of the policy or an argument of the function `owner`."""
+    what = f"{owner if isinstance(owner, str) else type(owner).__name__} does not accept this {name}"
     return PolicyError(what, expected=expected, found=shown(value), remedy=remedy)
 
 
