@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
@@ -60,6 +61,7 @@ def load_tree(
     opened: list[tuple[Store, object, Manifest]] = []
 
     def open_it() -> str:
+        check_load(like, path, policy, report)
         store = open_store(path)
         identity = store.identity()
         manifest, digest = read_committed(store)

@@ -83,17 +83,23 @@ def prepare(
     overwrite: bool,
     attributes: Mapping[str, Any] | None,
     memory: PlanMemory,
+    check: Callable[[], None],
 ) -> Prepared:
     """Agree with all ranks on the save and create the place to write to; nothing is written yet.
+
+    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank has a problem.
     """
-    return prepare_captured(
-        lambda: capture(tree, gather, policy, overwrite, attributes), path, policy, gather, overwrite, memory
-    )
+
+    def describe() -> Captured:
+        check()
+        return capture(tree, gather, policy, overwrite, attributes)
+
+    return prepare_captured(describe, path, policy, gather, overwrite, memory)
 
 
 def prepare_captured(
