@@ -25,6 +25,8 @@ from functional_ckpt import (
 from functional_ckpt.errors import SpecError
 from functional_ckpt.spec.array import BITS, DTYPES
 from functional_ckpt.spec.box import Box
+from functional_ckpt.store.encoding import dtype_name
+from functional_ckpt.testing.simulate import run_ranks
 from functional_ckpt.testing.values import special_words
 from functional_ckpt.torch.tensors import TORCH_DTYPES
 
@@ -106,6 +108,46 @@ def test_big_endian_target_is_filled(url):
     target = np.zeros(BASE.shape, ">i4")
     assert load({"w": target}, url)["w"] is target
     np.testing.assert_array_equal(target, BASE)
+
+
+def laid(array, order, strides):
+    """Return a copy of an array whose elements have a byte order and lie in memory in some way."""
+    array = array.astype(array.dtype.newbyteorder(order)) if np.dtype(array.dtype).isbuiltin != 2 else array
+    if strides == "F":
+        return np.asfortranarray(array)
+    if strides == "backwards":
+        return array[(slice(None, None, -1),) * array.ndim].copy()[(slice(None, None, -1),) * array.ndim]
+    return array.repeat(2, -1)[..., ::2] if strides == "every other" and array.ndim else array.copy()
+
+
+def leaf_of(kind, array):
+    """Return a leaf of some kind that holds all of an array."""
+    spec = ArraySpec("", array.shape, dtype_name(array.dtype))
+    if kind == "array":
+        return array
+    if kind == "flat shard":
+        return LocalShards(ShardSpec(spec, spec.box, 0, (0, array.size)), array.reshape(-1))
+    rows = [Box((0, 0), (1, 4)), Box((1, 0), (3, 4))]
+    shards = [ShardSpec(spec, box) for box in ([spec.box] if kind == "shard" else rows)]
+    return LocalShards(shards, [array[shard.box.slices] for shard in shards])
+
+
+@pytest.mark.parametrize("codecs", [(), (("", ("crc32c",)),)], ids=["plain", "codecs"])
+@pytest.mark.parametrize("strides", ["C", "F", "backwards", "every other"])
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("kind", ["array", "shard", "two shards", "flat shard"])
+def test_how_the_elements_lie_in_memory_makes_no_difference(kind, order, strides, codecs, url, same):
+    arrays = {name: specials(name) for name in DTYPES}
+    policy = SavePolicy(layout=functional_ckpt.LayoutPolicy(codecs=codecs, target_chunk_nbytes=16, min_chunk_nbytes=0))
+    strides = "C" if kind == "flat shard" else strides  # they must be contiguous
+    plain = save({name: leaf_of(kind, array) for name, array in arrays.items()}, url, policy=policy)
+    state = {name: leaf_of(kind, laid(array, order, strides)) for name, array in arrays.items()}
+    again = save(state, f"{url}-laid", policy=policy)
+    assert [entry.digests for entry in again.arrays] == [entry.digests for entry in plain.arrays]
+    same(open_checkpoint(f"{url}-laid").state(), arrays)
+    targets = {name: laid(np.zeros_like(array), order, strides) for name, array in arrays.items()}
+    load({name: leaf_of(kind, target) for name, target in targets.items()}, url)
+    same({name: np.array(target, order="C") for name, target in targets.items()}, arrays)
 
 
 def test_memory_mapped_arrays(tmp_path, url):
@@ -369,3 +411,11 @@ def test_a_plain_number_takes_an_array_of_rank_0(tmp_path, fast):
 def test_an_empty_defaultdict_is_a_dict(tmp_path, fast):
     save({"state": defaultdict(dict)}, tmp_path / "a", policy=fast)
     assert load({"state": {}}, tmp_path / "a") == {"state": {}}
+
+
+def test_copies_of_different_byte_orders_are_copies(tmp_path, fast):
+    def saving(gather):
+        return save({"w": BASE.astype("<>"[gather.rank] + "i4")}, tmp_path / "a", policy=fast, process_group=gather)
+
+    run_ranks(2, saving)
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "a")["w"][...], BASE)
