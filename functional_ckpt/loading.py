@@ -296,7 +296,7 @@ class _Seeker:
         return f"Did you mean {close[0]!r}?" if close else None
 
     def _stored_below(self, key: str) -> bool:
-        return any(not key or stored.startswith(f"{key}.") for stored in self._stored)
+        return not key or any(stored.startswith(f"{key}.") for stored in self._stored)
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
