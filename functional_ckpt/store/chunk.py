@@ -30,6 +30,7 @@ __all__ = [
     "check_chunk",
     "check_digest",
     "create_chunk",
+    "encoded_limit",
     "read_chunk",
     "write_chunk",
     "write_header",
@@ -46,16 +47,28 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
         found = store.nbytes_of(f"{node_name(entry.spec.key)}/{name}")
     except StorageError as error:
         return attrs.evolve(error, key=entry.spec.key, chunk=name)
-    expected = entry.layout.chunk_nbytes
-    if found is None or (is_raw(entry.layout) and found != expected):
+    raw, expected = is_raw(entry.layout), entry.layout.chunk_nbytes
+    most = expected if raw else encoded_limit(entry.layout)
+    if found is None or found > most or (raw and found < expected):
         what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
         offset = entry.grid.box(index).start
         return CorruptionError(
-            what, entry.spec.key, None, entry.spec.shape, offset, f"{expected} bytes",
+            what, entry.spec.key, None, entry.spec.shape, offset, f"{'' if raw else 'at most '}{most} bytes",
             "nothing" if found is None else f"{found} bytes", "Restore the file, or load another checkpoint",
             chunk=name,
         )  # fmt: skip
     return None
+
+
+def encoded_limit(layout: Layout) -> int:
+    """Return more bytes than any chain of codecs makes of a chunk: what is larger was not written by us.
+
+    Examples
+    --------
+    >>> encoded_limit(Layout("exclusive", (4,), ("zstd",), "float32"))
+    65568
+    """
+    return 2 * layout.chunk_nbytes + 2**16
 
 
 def read_chunk(

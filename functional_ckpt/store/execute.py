@@ -246,12 +246,13 @@ def _read_pieces(
 
 
 def _read_piece(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
-    """Return the cells of a piece; the whole chunk is read and checked if `verify` wants that or they are all of it."""
+    """Return the cells of a piece; a chunk of which all is read is checked, unless `verify` is ``"none"``."""
     start = tuple(map(mul, piece.index, entry.layout.chunk))
     region = region_of(start, piece.box.start, piece.box.stop)
-    # A small chunk costs no more to read than a piece of it.
-    small = is_raw(entry.layout) and entry.layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
-    all_of_it = verify == "full" or piece.whole or small
+    # A small chunk costs no more to read than a piece of it, and an encoded one can only be decoded whole.
+    raw = is_raw(entry.layout)
+    small = raw and entry.layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
+    all_of_it = verify == "full" or piece.whole or small or not raw
     part = None if all_of_it else piece.box.relative_to(entry.grid.box(piece.index))
     values = read_chunk(store, entry.spec, entry.layout, piece.index, part, small)
     if all_of_it and verify != "none":

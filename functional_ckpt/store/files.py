@@ -18,7 +18,15 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
+from functional_ckpt.store.base import (
+    BLOCK_NBYTES,
+    METADATA_NBYTES,
+    Capabilities,
+    OnBlock,
+    check_limit,
+    storage_error,
+    storage_errors,
+)
 
 __all__ = ["NEW", "FileStore", "exchange_paths", "sync_directory"]
 
@@ -105,7 +113,7 @@ class FileStore:
                 with suppress(OSError):  # its other name stands, or it is for `sweep`
                     os.unlink(self._prefix + new)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return a file's bytes, or None."""
         with storage_errors("reading", name):
             try:
@@ -114,6 +122,7 @@ class FileStore:
                 return None
             try:
                 size = os.fstat(file).st_size
+                check_limit(self._prefix + name, size, limit)
                 found = os.read(file, size + 1)  # for a small file that is all
                 if len(found) == size:
                     return found

@@ -144,11 +144,12 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
     grid = entry.grid
 
     def header() -> ProblemError | None:
+        expected = array_metadata(entry.spec, entry.layout)
         try:
-            data = store.read(f"{node_name(entry.spec.key)}/zarr.json")
+            data = store.read(f"{node_name(entry.spec.key)}/zarr.json", len(expected))
         except ProblemError as error:
             return attrs.evolve(error, key=entry.spec.key)
-        if data == array_metadata(entry.spec, entry.layout):
+        if data == expected:
             return None
         what = "an array's zarr.json is missing" if data is None else "an array's zarr.json was changed"
         return CorruptionError(what, entry.spec.key, None, entry.spec.shape)

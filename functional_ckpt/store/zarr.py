@@ -13,7 +13,7 @@ from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageE
 from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store.base import Capabilities, OnBlock, Store, storage_errors
+from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock, Store, check_limit, storage_errors
 from functional_ckpt.store.encoding import Array, array_metadata, node_name, numpy_dtype
 
 __all__ = ["MemoryStore", "open_array", "read_box", "write_box"]
@@ -74,11 +74,14 @@ class MemoryStore:
         """Write a new object; every write here is whole."""
         self.create(name, [memoryview(data)], len(data))
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return an object's bytes, or None."""
         with storage_errors("reading", name):
             found = self._kv().read(name).result()
-        return bytes(found.value) if found.state == "value" else None
+        if found.state != "value":
+            return None
+        check_limit(f"{self.url}/{name}", len(found.value), limit)
+        return bytes(found.value)
 
     def nbytes_of(self, name: str) -> int | None:
         """Return an object's size, or None."""
