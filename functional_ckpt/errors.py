@@ -141,7 +141,7 @@ class UnsupportedLeafError(SpecError, TypeError):
 
 
 class PolicyError(ProblemError, ValueError):
-    """A policy field has a value that is not allowed."""
+    """A policy field, or an argument of a call, has a value that is not allowed."""
 
 
 class LayoutError(ProblemError):

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
@@ -60,6 +61,7 @@ def load_tree(
     opened: list[tuple[Store, object, Manifest]] = []
 
     def open_it() -> str:
+        check_load(like, path, policy, report)
         store = open_store(path)
         identity = store.identity()
         manifest, digest = read_committed(store)
@@ -294,7 +296,7 @@ class _Seeker:
         return f"Did you mean {close[0]!r}?" if close else None
 
     def _stored_below(self, key: str) -> bool:
-        return any(not key or stored.startswith(f"{key}.") for stored in self._stored)
+        return not key or any(stored.startswith(f"{key}.") for stored in self._stored)
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))

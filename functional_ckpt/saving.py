@@ -28,7 +28,7 @@ from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
-from functional_ckpt.planning import Planner
+from functional_ckpt.planning import PlanMemory, Planner
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
@@ -82,26 +82,37 @@ def prepare(
     gather: Gather,
     overwrite: bool,
     attributes: Mapping[str, Any] | None,
+    memory: PlanMemory,
+    check: Callable[[], None],
 ) -> Prepared:
     """Agree with all ranks on the save and create the place to write to; nothing is written yet.
+
+    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank has a problem.
     """
-    return prepare_captured(
-        lambda: capture(tree, gather, policy, overwrite, attributes), path, policy, gather, overwrite
-    )
+
+    def describe() -> Captured:
+        check()
+        return capture(tree, gather, policy, overwrite, attributes)
+
+    return prepare_captured(describe, path, policy, gather, overwrite, memory)
 
 
 def prepare_captured(
-    describe: Callable[[], Captured], path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
+    describe: Callable[[], Captured],
+    path: str | Path,
+    policy: SavePolicy,
+    gather: Gather,
+    overwrite: bool,
+    memory: PlanMemory,
 ) -> Prepared:
-    """Do what `prepare` does for a state that `describe` describes."""
+    """Do what `prepare` does for a state that `describe` describes; plans come from `memory` and go there."""
     started = time.time()
-    planner = Planner(path, policy, gather)
-    agreed, held = planner.agree(describe)
+    agreed, held = Planner(path, policy, gather, memory).agree(describe)
     nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)

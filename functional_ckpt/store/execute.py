@@ -165,7 +165,7 @@ class _Source:
 def content_digest(buffer: Buffer, spec: ArraySpec) -> bytes:
     """Return the digest of a whole array in a buffer, looking at a few MiB at a time wherever it lies."""
     view = buffer.view(spec.shape, 0)
-    if view is not None and view.flags.c_contiguous:
+    if view is not None and view.flags.c_contiguous and view.dtype.isnative:
         return digest(view)
     free = (False,) * len(spec.shape)
     chunk = subdivide(tuple(max(n, 1) for n in spec.shape), free, spec.itemsize, 16 * BLOCK_NBYTES, 0)
