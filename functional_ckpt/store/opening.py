@@ -3,22 +3,25 @@
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from functional_ckpt.errors import NotImplementedYet
+from functional_ckpt.errors import NotImplementedYet, PolicyError
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.files import FileStore
 
 __all__ = ["local_path", "open_store"]
 
 
-def open_store(url: str | Path, sync: str = "none") -> Store:
+def open_store(url: str | Path, sync: str = "none", guard: Path | None = None) -> Store:
     """Return the store at a path, ``file://`` or ``memory://`` URL; nothing is created.
 
-    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (file systems only).
+    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"``; nothing is written once the file `guard` is gone (both for file
+    systems only).
 
     Raises
     ------
     NotImplementedYet
         For a URL scheme without a store.
+    PolicyError
+        For an empty path.
 
     Examples
     --------
@@ -37,7 +40,7 @@ def open_store(url: str | Path, sync: str = "none") -> Store:
         raise NotImplementedYet(
             "no store for this kind of URL yet", found=text, expected="a path, file:// or memory://"
         )
-    return FileStore(local_path(url), sync)
+    return FileStore(local_path(url), sync, guard)
 
 
 def local_path(url: str | Path) -> Path:
@@ -49,6 +52,8 @@ def local_path(url: str | Path) -> Path:
     'a b'
     """
     text = str(url)
+    if not text:  # to pathlib it is the working directory, and to nobody else
+        raise PolicyError("the path is empty", remedy="Pass '.' if you mean the working directory")
     with storage_errors("understanding a path", text):
         found = Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser().absolute()
         if ".." not in found.parts:
