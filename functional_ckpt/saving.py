@@ -26,9 +26,10 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
-from functional_ckpt.planning import Planner
+from functional_ckpt.planning import Agreed, Planner
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
@@ -108,9 +109,19 @@ def prepare_captured(
     started = time.time()
     planner = Planner(path, policy, gather)
     agreed, held = planner.agree(describe)
+    _check_codecs(policy, agreed)
     nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
+
+
+def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
+    """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
+    prefixes = [prefix for prefix, _ in policy.layout.codecs]
+    if prefixes:
+        keys = [array.spec.key for array in agreed.arrays]
+        keys += [leaf.key for leaf in (*agreed.state.aliases, *agreed.state.values)]
+        raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 
 def _begin(

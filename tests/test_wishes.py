@@ -3,10 +3,11 @@
 import os
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
-from functional_ckpt import async_save, load, open_checkpoint, save, verify
+from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, async_save, load, open_checkpoint, save, verify
 from functional_ckpt.errors import NotImplementedYet, PolicyError
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.sweep import sweep
@@ -114,3 +115,81 @@ def test_an_argument_that_is_wrong_on_one_rank_fails_on_all(name, here, problems
 
     for problems in run_ranks(2, calling):
         assert [(type(p), p.rank) for p in problems if "does not accept" in str(p)] == [(PolicyError, 1)]
+
+
+# Prefixes: one that no key of any rank has is refused
+
+
+@pytest.fixture
+def saved(tmp_path, fast):
+    """The path of a saved model and its step."""
+    save({"model": {"a": np.ones(2), "b": np.ones(2)}, "step": 3}, tmp_path / "a", policy=fast)
+    return tmp_path / "a"
+
+
+def like(model="model"):
+    return {model: {"a": np.zeros(2), "b": np.zeros(2)}, "step": 0}
+
+
+NO_KEY = "names a prefix that no key has: key"
+PREFIXES = {
+    # policy: the problem's words, None for none
+    "misspelt": (LoadPolicy(keys="modle"), f"LoadPolicy.keys {NO_KEY} 'modle'. Did you mean 'model'?"),
+    "one of two": (LoadPolicy(keys=["step", "model.c"]), f"{NO_KEY} 'model.c'. Did you mean 'model."),
+    "the end of a key": (LoadPolicy(keys="b"), "Did you mean 'model.b'?"),
+    "none": (LoadPolicy(keys=lambda key: key == "c"), "LoadPolicy.keys selects nothing. `like` has 'model.a', "),
+    "none at all": (LoadPolicy(keys=()), "LoadPolicy.keys selects nothing"),
+    "a renaming": (LoadPolicy(rename={"modle": "model"}), f"LoadPolicy.rename {NO_KEY} 'modle'. Did you mean 'model'?"),
+    "found": (LoadPolicy(keys=["model.", "step"], rename={"model.a": "model.a", "": ""}), None),
+    "a function that selects": (LoadPolicy(keys=lambda key: key == "step"), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_prefixes_of_a_load(name, strict, saved, problems_of):
+    policy, words = PREFIXES[name]
+    policy = attrs.evolve(policy, strict=strict)
+    target = like()
+    if words is None:
+        assert load(target, saved, policy=policy)["step"] == 3
+        return
+    (problem,) = problems_of(load, target, saved, policy=policy)
+    assert isinstance(problem, PolicyError)
+    assert words in str(problem)
+    assert not target["model"]["a"].any()
+
+
+def test_prefixes_in_the_names_of_the_other_side(saved, problems_of):
+    for policy in (LoadPolicy(rename={"net": "model"}, keys="model"), LoadPolicy(rename={"model": "net"})):
+        problems = problems_of(load, like("net"), saved, policy=policy)
+        assert "'model'. Stored keys have it" in str(problems[0])
+
+
+def test_a_prefix_of_a_load_may_hold_keys_of_another_rank_only(saved, problems_of):
+    wanted = [{"model": {"a": np.zeros(2)}}, {"step": 0}, {}]
+
+    def loading(gather, keys):
+        policy = LoadPolicy(keys=keys, rename={"step": "step"}, strict="ignore")
+        return load(wanted[gather.rank], saved, policy=policy, process_group=gather)
+
+    for keys in (["step", "model.a"], lambda key: key == "step"):
+        assert [found.get("step") for found in run_ranks(3, lambda gather: loading(gather, keys))] == [None, 3, None]  # noqa: B023
+    for keys in (["step", "modle"], lambda key: key == "modle"):
+        for problems in run_ranks(3, lambda gather: problems_of(loading, gather, keys)):  # noqa: B023
+            assert [type(p) for p in problems] == [PolicyError]
+
+
+def test_a_prefix_of_codecs_holds_keys_of_any_rank(tmp_path, problems_of):
+    states = [{"model": np.ones(2)}, {"optim": {"m": np.ones(2)}, "step": 1}]
+
+    def saving(gather, codecs):
+        policy = SavePolicy(layout=LayoutPolicy(codecs=codecs), durability="none")
+        return save(states[gather.rank], tmp_path / "a", policy=policy, process_group=gather, overwrite=True)
+
+    codecs = {"optim": "zstd", "step": "zstd", "": "crc32c"}
+    manifest = run_ranks(2, lambda gather: saving(gather, codecs))[0]
+    assert manifest.by_key["optim.m"].layout.codecs == ("zstd",)
+    for problems in run_ranks(2, lambda gather: problems_of(saving, gather, {"optm": "zstd"})):
+        (problem,) = problems
+        assert "LayoutPolicy.codecs names a prefix that no key has: key 'optm'. Did you mean 'optim'?" in str(problem)
