@@ -1,6 +1,5 @@
 """A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
-    CheckpointWarning,
     KeyMismatchError,
     PathNotSharedError,
     PerRankError,
     SpecError,
     raise_problems,
+    report,
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
@@ -48,7 +47,7 @@ __all__ = ["load_tree", "read_object"]
 
 
 def load_tree(
-    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, report: Callable[[Progress], None] | None
+    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, progress: Callable[[Progress], None] | None
 ) -> Any:
     """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
 
@@ -57,12 +56,12 @@ def load_tree(
     CheckpointError
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
-    tracker = Tracker(report)
+    tracker = Tracker(progress)
 
     opened: list[tuple[Store, object, Manifest]] = []
 
     def open_it() -> str:
-        check_load(like, path, policy, report)
+        check_load(like, path, policy, progress)
         store = open_store(path)
         identity = store.identity()
         manifest, digest = read_committed(store)
@@ -387,5 +386,5 @@ def _acted(action: str, problems: Sequence[KeyMismatchError]) -> Sequence[KeyMis
     if action == "raise":
         return problems
     if action == "report" and problems:
-        warnings.warn("; ".join(map(str, problems)), CheckpointWarning, stacklevel=2)
+        report("; ".join(map(str, problems)))
     return ()

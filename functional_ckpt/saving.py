@@ -120,7 +120,7 @@ def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
     prefixes = [prefix for prefix, _ in policy.layout.codecs]
     if prefixes:
         keys = [array.spec.key for array in agreed.arrays]
-        keys += [leaf.key for leaf in (*agreed.state.aliases, *agreed.state.values)]
+        keys += [alias.key for alias in agreed.state.aliases] + [value.key for value in agreed.state.values]
         raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 

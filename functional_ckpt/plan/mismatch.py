@@ -16,6 +16,7 @@ _NAMED = 3
 _COMPARED = 10_000
 _TRIED = 100
 
+_GET_STATE = "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"
 _IGNORING = "LoadPolicy(strict=Strict({}='ignore'))"
 
 
@@ -75,19 +76,23 @@ def missing_problems(
     """
     below, missing = parted(missing, empty)
     problems = [_stored_empty(name, keys) for name, keys in below.items()]
-    found = None if renames else _renaming(missing, frozenset(used), frozenset(stored))
-    repair = f"Pass {found}, which finds every key" if found else None
+    if not missing:
+        return problems
+    names = sorted(stored)
+    free = sorted(frozenset(stored) - frozenset(used))
+    repair = _other_numbers(missing, free) or (None if renames else _renaming(missing, used, free, frozenset(stored)))
     keep = f"Pass {_IGNORING.format('missing')} to keep what `like` holds"
-    names = list(stored)
-    if len(missing) <= _FEW:
-        hints = [repair or (nearest(key, names) if number < _NAMED else None) for number, key in enumerate(missing)]
-        return problems + [
-            KeyMismatchError("the checkpoint has no such key", key, remedy=hint or keep)
-            for key, hint in zip(missing, hints, strict=True)
-        ]
-    what = f"the checkpoint has no such keys, {len(missing)} of them"
-    remedy = repair or nearest(missing[0], names) or keep
-    return [*problems, KeyMismatchError(what, expected=listed(missing), found=listed(sorted(stored)), remedy=remedy)]
+    if len(missing) > _FEW:
+        what, remedy = (
+            f"the checkpoint lacks {len(missing)} keys of `like`",
+            repair or nearest(missing[0], names) or keep,
+        )
+        return [*problems, KeyMismatchError(what, expected=listed(missing), found=listed(free or names), remedy=remedy)]
+    hints = [repair or (nearest(key, names) if number < _NAMED else None) for number, key in enumerate(missing)]
+    return problems + [
+        KeyMismatchError("the checkpoint has no such key", key, remedy=hint or keep)
+        for key, hint in zip(missing, hints, strict=True)
+    ]
 
 
 def unexpected_problems(extra: Sequence[str], empty: Iterable[str]) -> list[KeyMismatchError]:
@@ -117,44 +122,65 @@ def _stored_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
 
 
 def _wanted_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
-    first = keys[0][len(name) :].lstrip(".").partition(".")[0]
     if name.rpartition(".")[2] != "state":
         remedy = f"Put there what is to be loaded, or pass {_IGNORING.format('unexpected')}"
-    elif first.isdigit():
-        remedy = (
-            "An optimizer has no state before its first step: pass open_checkpoint(path).state('torch') at this "
-            "place to its load_state_dict"
-        )
     else:
-        remedy = (
-            "An optimizer has no state before its first step: torch.distributed.checkpoint.state_dict."
-            "get_state_dict(model, optimizer) gives it one"
-        )
+        remedy = f"An optimizer has no state before its first step. {_filled(name, _are_numbered(keys, name))}"
     return KeyMismatchError("`like` is empty where the checkpoint is not", name, found=listed(keys), remedy=remedy)
 
 
-def _renaming(missing: Sequence[str], used: frozenset[str], stored: frozenset[str]) -> str | None:
-    """Return the policy under which every missing key is found, and every other one still is."""
-    free = stored - used
-    if not missing or len(free) < len(missing):
+def _filled(name: str, numbered: bool) -> str:
+    """Return the call that loads the optimizer state stored under `name`, whose parameters have numbers or names."""
+    if not numbered:
+        return f"Build `like` with {_GET_STATE}, which gives it one"
+    place = "".join(f"[{part!r}]" for part in name.split(".")[:-1])
+    return f"Pass open_checkpoint(path).state('torch'){place} to optimizer.load_state_dict"
+
+
+def _are_numbered(keys: Iterable[str], name: str) -> bool:
+    """Tell whether parameters have numbers, as in ``state.0.step``; a name can be ``0.weight``."""
+    rests = (key[len(name) :].lstrip(".").split(".") for key in keys)
+    return all(len(rest) == 2 and rest[0].isdigit() for rest in rests)
+
+
+def _other_numbers(missing: Sequence[str], free: Sequence[str]) -> str | None:
+    """Return what to do where one side numbers an optimizer's parameters and the other names them."""
+    start, found, _ = missing[0].partition("state.")
+    name = f"{start}state"
+    wanted = [key for key in missing if found and has_prefix(key, name)]
+    stored = [key for key in free if found and has_prefix(key, name)]
+    if not wanted or not stored or _are_numbered(wanted, name) == _are_numbered(stored, name):
         return None
+    if _are_numbered(wanted, name):
+        return f"The checkpoint names an optimizer's parameters, `like` numbers them. {_filled(name, False)}"
+    return f"The checkpoint numbers an optimizer's parameters, `like` names them. {_filled(name, True)}"
+
+
+def _renaming(missing: Sequence[str], used: Collection[str], free: Sequence[str], stored: frozenset[str]) -> str | None:
+    """Return a policy under which all or most missing keys are found, and those that were found still are."""
+    unused = frozenset(free)
     for old, new in islice(_candidates(missing[0], free), _TRIED):
-        if not all(has_prefix(key, old) and _moved(key, old, new) in free for key in missing):
+        below = [key for key in missing if has_prefix(key, old)]
+        if 2 * len(below) < len(missing) or any(_moved(key, old, new) not in unused for key in below):
             continue
         if all(_moved(key, old, new) in stored for key in used if has_prefix(key, old)):
-            return f"LoadPolicy(rename={{{old!r}: {new!r}}})"
+            return _finding(f"{{{old!r}: {new!r}}}", len(below), len(missing))
     for part in missing[0].split(".")[:-1]:
-        if all(key.replace(f"{part}.", "") in free for key in missing):
-            return f"LoadPolicy(rename=lambda key: key.replace({f'{part}.'!r}, ''))"
+        if all(key.replace(f"{part}.", "") in unused for key in missing):
+            return _finding(f"lambda key: key.replace({f'{part}.'!r}, '')", len(missing), len(missing))
     return None
 
 
-def _candidates(key: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _finding(rename: str, count: int, total: int) -> str:
+    return f"Pass LoadPolicy(rename={rename}), which finds {'every key' if count == total else f'{count} of them'}"
+
+
+def _candidates(key: str, free: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of prefixes that turn `key` into a stored key, those that change least first."""
     parts = key.split(".")
     for cut in range(len(parts)):
         rest = ".".join(parts[cut:])
-        for name in sorted(free):
+        for name in free:
             if name == rest or name.endswith(f".{rest}"):
                 yield ".".join(parts[:cut]), name[: -len(rest)].rstrip(".")
 
