@@ -30,9 +30,10 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
-from functional_ckpt.planning import PlanMemory, Planner
+from functional_ckpt.planning import Agreed, PlanMemory, Planner
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
@@ -117,9 +118,19 @@ def prepare_captured(
     """Do what `prepare` does for a state that `describe` describes; plans come from `memory` and go there."""
     started = time.time()
     agreed, held = Planner(path, policy, gather, memory).agree(describe)
+    _check_codecs(policy, agreed)
     nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
+
+
+def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
+    """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
+    prefixes = [prefix for prefix, _ in policy.layout.codecs]
+    if prefixes:
+        keys = [array.spec.key for array in agreed.arrays]
+        keys += [alias.key for alias in agreed.state.aliases] + [value.key for value in agreed.state.values]
+        raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 
 def _begin(
