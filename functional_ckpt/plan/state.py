@@ -30,8 +30,8 @@ __all__ = [
     "build_manifest", "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
 ]  # fmt: skip
 
-#: What `encode_value` makes of containers that hold nothing.
 _NO_ATTRIBUTES = "{}"
+#: What `encode_value` makes of containers that hold nothing.
 EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
 
