@@ -90,7 +90,8 @@ def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker
     skeleton, load_plan = kept[0]
 
     def share() -> tuple[LoadPlan, Pieces | None]:
-        seeker.check(wishes)
+        with opened.guard():
+            seeker.check(wishes)
         return seeker.share(load_plan, wishes)
 
     mine, moved = agree(gather, share)
