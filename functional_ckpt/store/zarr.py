@@ -1,4 +1,4 @@
-"""TensorStore at work: arrays with codecs, chunks with several writers, and the in-memory store."""
+"""TensorStore at work: codecs, chunks with several writers, and the in-memory store."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store.base import Capabilities, OnBlock, Store, storage_errors
-from functional_ckpt.store.encoding import Array, array_metadata, node_name, numpy_dtype
+from functional_ckpt.store.encoding import Array, array_metadata, chunk_name, node_name, numpy_dtype
 
-__all__ = ["MemoryStore", "open_array", "read_box", "write_box"]
+__all__ = ["MemoryStore", "encoded_chunk", "open_array", "read_box", "write_box"]
 
 
 # How TensorStore's status texts say that bytes are wrong, not that storage failed.
@@ -130,20 +130,43 @@ def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
 
     A missing chunk is an error on read, and a chunk of zeros is stored: absence never means zero.
     """
+    context = _context(store.sync == "fsync" or not store.capabilities.shared)
+    return _opened(store.kvstore(f"{node_name(spec.key)}/"), context, spec, layout)
+
+
+def _opened(kvstore: dict[str, Any], context: ts.Context, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
     # Only data types and ranks of our own table arrive here: TensorStore aborts the process on some others.
     with storage_errors("opening", spec.key):
         return ts.open(
             {
                 "driver": "zarr3",
-                "kvstore": store.kvstore(f"{node_name(spec.key)}/"),
+                "kvstore": kvstore,
                 "metadata": json.loads(array_metadata(spec, layout)),
                 "fill_missing_data_reads": False,
                 "store_data_equal_to_fill_value": True,
             },
-            context=_context(store.sync == "fsync" or not store.capabilities.shared),
+            context=context,
             open=True,
             assume_metadata=True,
         ).result()
+
+
+def encoded_chunk(spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
+    """Return the bytes of the file of the whole chunk whose cells are `box`.
+
+    Encoded in memory and written by the store: TensorStore would replace a file that is there already.
+
+    Examples
+    --------
+    >>> spec, layout = ArraySpec("w", (3,), "int8"), Layout("exclusive", (2,), ("crc32c",), "int8")
+    >>> encoded_chunk(spec, layout, Box((2,), (3,)), np.array([7], "i1"))[:2].hex()
+    '0700'
+    """
+    kvstore, context = {"driver": "memory", "path": "chunk/"}, ts.Context()
+    write_box(_opened(kvstore, context, spec, layout), spec.key, box, values, layout)
+    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
+    with storage_errors("encoding", spec.key):
+        return bytes(ts.KvStore.open(kvstore, context=context).result().read(chunk_name(index)).result().value)
 
 
 def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: Layout) -> None:
