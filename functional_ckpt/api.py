@@ -6,17 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from functional_ckpt.arguments import check_save
 from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
 from functional_ckpt.pending import PendingSave, start
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.saving import prepare, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
+
+_PLANS = PlanMemory()
 
 
 def save(
@@ -64,9 +68,13 @@ def save(
     ['model.w']
     """
     _refuse_base(base)
-    gather = _gather(process_group, policy.timeout_s, "sync")
+    gather = _gather(process_group, policy, "sync")
+
+    def check() -> None:
+        check_save("save", state, path, policy, overwrite, attributes, progress)
+
     with collector_paused():
-        return write(prepare(state, path, policy, gather, overwrite, attributes), Tracker(progress))
+        return write(prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check), Tracker(progress))
 
 
 def async_save(
@@ -96,10 +104,14 @@ def async_save(
     16
     """
     _refuse_base(base)
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    background = _gather(process_group, policy.timeout_s, "async")
+    gather = _gather(process_group, policy, "sync")
+    background = _gather(process_group, policy, "async")
+
+    def check() -> None:
+        check_save("async_save", state, path, policy, overwrite, attributes, progress)
+
     with collector_paused():
-        prepared = prepare(state, path, policy, gather, overwrite, attributes)
+        prepared = prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check)
     tracker = Tracker(progress)
     staged = stage(prepared, background, tracker)
     return start(lambda: write(staged, tracker), tracker)
@@ -130,7 +142,7 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = _gather(process_group, policy.timeout_s, "sync")
+    gather = _gather(process_group, policy, "sync")
     with collector_paused():
         return load_tree(like, path, policy, gather, progress)
 
@@ -152,7 +164,7 @@ def _refuse_base(base: object) -> None:
         raise NotImplementedYet("incremental saves come with a later release", remedy="Leave base=None")
 
 
-def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
+def _gather(process_group: Any, policy: SavePolicy | LoadPolicy, purpose: str) -> Gather:
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:
@@ -161,6 +173,8 @@ def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
                             remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group")
+    # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
+    timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose))
 
 

@@ -5,15 +5,17 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import numpy as np
 
 from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
 from functional_ckpt.loading import read_object
+from functional_ckpt.plan.field import is_word, refuse
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
@@ -27,6 +29,8 @@ from functional_ckpt.store.reading import check_identity, read_manifest
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
+
+Framework: TypeAlias = Literal["numpy", "torch"]
 
 _BUDGET_NBYTES = 2**30
 
@@ -177,11 +181,19 @@ class Checkpoint(Mapping[str, StoredArray]):
         except (ValueError, RecursionError) as error:
             raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None
 
-    def state(self, framework: str = "numpy", safe_globals: Any = ()) -> Any:
+    def state(self, framework: Framework = "numpy", safe_globals: Any = ()) -> Any:
         """Return the whole nested state, unsharded, as numpy arrays or (``framework="torch"``) CPU tensors.
 
         Tied leaves are one array. Objects are read under `safe_globals`, see `LoadPolicy`.
+
+        Raises
+        ------
+        PolicyError
+            For another framework, or what `LoadPolicy` refuses as `safe_globals`.
         """
+        if not is_word(framework, *get_args(Framework)):
+            raise refuse(self, "framework", "'numpy' or 'torch'", framework)
+        classes = LoadPolicy(safe_globals=safe_globals).safe_globals
         made: dict[str, Any] = {}
 
         def materialise(_path: Any, leaf: Any) -> Any:
@@ -189,7 +201,7 @@ class Checkpoint(Mapping[str, StoredArray]):
                 return leaf
             if leaf.key not in made:
                 if leaf.entry.codec is not None:
-                    made[leaf.key] = read_object(self._store, leaf.entry, safe_globals)
+                    made[leaf.key] = read_object(self._store, leaf.entry, classes)
                 else:
                     made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
             return made[leaf.key]

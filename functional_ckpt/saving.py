@@ -30,9 +30,10 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
-from functional_ckpt.planning import Planner
+from functional_ckpt.planning import Agreed, PlanMemory, Planner
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
@@ -86,29 +87,50 @@ def prepare(
     gather: Gather,
     overwrite: bool,
     attributes: Mapping[str, Any] | None,
+    memory: PlanMemory,
+    check: Callable[[], None],
 ) -> Prepared:
     """Agree with all ranks on the save and create the place to write to; nothing is written yet.
+
+    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank has a problem.
     """
-    return prepare_captured(
-        lambda: capture(tree, gather, policy, overwrite, attributes), path, policy, gather, overwrite
-    )
+
+    def describe() -> Captured:
+        check()
+        return capture(tree, gather, policy, overwrite, attributes)
+
+    return prepare_captured(describe, path, policy, gather, overwrite, memory)
 
 
 def prepare_captured(
-    describe: Callable[[], Captured], path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
+    describe: Callable[[], Captured],
+    path: str | Path,
+    policy: SavePolicy,
+    gather: Gather,
+    overwrite: bool,
+    memory: PlanMemory,
 ) -> Prepared:
-    """Do what `prepare` does for a state that `describe` describes."""
+    """Do what `prepare` does for a state that `describe` describes; plans come from `memory` and go there."""
     started = time.time()
-    planner = Planner(path, policy, gather)
-    agreed, held = planner.agree(describe)
+    agreed, held = Planner(path, policy, gather, memory).agree(describe)
+    _check_codecs(policy, agreed)
     nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
+
+
+def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
+    """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
+    prefixes = [prefix for prefix, _ in policy.layout.codecs]
+    if prefixes:
+        keys = [array.spec.key for array in agreed.arrays]
+        keys += [alias.key for alias in agreed.state.aliases] + [value.key for value in agreed.state.values]
+        raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 
 def _begin(

@@ -92,7 +92,7 @@ def test_a_file_system_that_cannot_exchange_is_found_first(tmp_path, monkeypatch
 
 def test_an_empty_path_is_no_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(errors.PolicyError, match="empty"):
+    with pytest.raises(errors.PolicyError, match="path"):
         save(state(1), "", policy=FAST)
     assert list(tmp_path.iterdir()) == []
 

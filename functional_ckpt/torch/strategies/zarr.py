@@ -302,7 +302,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     """
 
     def __init__(self, *, safe_globals: Any = SAFE_GLOBALS) -> None:
-        self.safe_globals = safe_globals
+        self.safe_globals = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals).safe_globals
 
     @property
     def can_handle_sharded_objects(self) -> bool:
