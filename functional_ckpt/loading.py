@@ -1,6 +1,7 @@
 """A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
-from functional_ckpt.plan.mismatch import listed, missing_problems, parted, unexpected_problems
+from functional_ckpt.plan.mismatch import missing_problems, parted, unexpected_problems
 from functional_ckpt.plan.pieces import Pieces
-from functional_ckpt.plan.prefixes import Prefix, check_prefixes, prefixes_of
+from functional_ckpt.plan.prefixes import Prefix, check_prefixes, prefixes_of_load
 from functional_ckpt.plan.state import EMPTY_TEXTS
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
-from functional_ckpt.spec.tree import key_of, map_leaves
+from functional_ckpt.spec.tree import has_prefix, key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
@@ -177,7 +178,9 @@ class _Seeker:
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
         holders = parted(self._missing, self._hollow)[0]  # are accounted for by what is missing below them
         used, budget = (*self.used, *holders), self.policy.budget_nbytes
-        return _Wish(used, tuple(self._empty), self._prefixes(), wanted, budget)
+        keys, rename, stored = self.policy.keys, self.policy.rename, self._stored
+        prefixes = prefixes_of_load(keys, rename, self._asked, self._selected > 0, stored)
+        return _Wish(used, tuple(self._empty), prefixes, wanted, budget)
 
     def check(self, wishes: Sequence[_Wish]) -> None:
         """Raise what is wrong with this rank's leaves, and with what all ranks together wish.
@@ -197,20 +200,8 @@ class _Seeker:
             used = {key for wish in wishes for key in wish.used}
             extra = sorted(key for key in self._stored if key not in used and self.policy.selects(key))
             empty = [key for wish in wishes for key in wish.empty]
-            problems += _acted(self.policy.strict.unexpected, unexpected_problems(extra, empty))
+            problems += _acted(self.policy.strict.unexpected, unexpected_problems(extra, empty, self._per_rank))
         raise_problems(problems)
-
-    def _prefixes(self) -> tuple[Prefix, ...]:
-        keys, rename = self.policy.keys, self.policy.rename
-        told: tuple[Prefix, ...] = ()
-        if callable(keys) or keys == ():
-            hint = f"`like` has {listed(self._asked)}" if self._asked else None
-            told = (Prefix("LoadPolicy.keys", None, self._selected > 0, hint),)
-        elif keys is not None:
-            told = prefixes_of("LoadPolicy.keys", keys, self._asked, self._stored)
-        if rename is not None and not callable(rename):
-            told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], self._asked, self._stored)
-        return told
 
     def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""
@@ -274,10 +265,7 @@ class _Seeker:
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
-            # An empty container stands for what other ranks hold there.
-            below = type(leaf) in (dict, list) and self._stored_below(key)
-            (self._empty if below else self._missing).append(key)
-            return leaf
+            return self._unstored_leaf(key, leaf)
         if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
             array = adapter_of(entry.spec)
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
@@ -317,12 +305,40 @@ class _Seeker:
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
-    def _stored_below(self, key: str) -> bool:
-        return any(not key or stored.startswith(f"{key}.") for stored in self._stored)
+    def _unstored_leaf(self, key: str, leaf: Any) -> Any:
+        """Return the leaf, for which nothing is stored under its own key."""
+        if key not in self._holders:
+            self._missing.append(key)
+        elif type(leaf) in (dict, list):  # stands for what other ranks hold there
+            self._empty.append(key)
+        else:
+            self._use(key)
+            if key in self._per_rank:
+                raise SpecError("stored as values that differ by rank, wanted as one", key,
+                                remedy="Put a PerRank(...) there in `like`")  # fmt: skip
+            what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
+            raise SpecError("stored as several leaves, wanted as one leaf", key, found=type(leaf).__name__,
+                            remedy=f"Put {what} there in `like`")  # fmt: skip
+        return leaf
+
+    def _use(self, key: str) -> None:
+        """Account for everything stored under `key`, whatever becomes of it."""
+        self.used.update((stored, None) for stored in self._stored if has_prefix(stored, key))
+
+    @cached_property
+    def _holders(self) -> frozenset[str]:
+        """The keys of containers that are stored."""
+        parts = (key.split(".") for key in self._stored)
+        return frozenset(".".join(each[:n]) for each in parts for n in range(len(each)))
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
         if stored is None:
+            key = self.policy.stored_key(key)
+            if key in self._holders or key in self.manifest.by_key or key in self._values:
+                self._use(key)
+                raise SpecError("stored as one value, wanted as values that differ by rank", key,
+                                remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
             self._missing.append(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")

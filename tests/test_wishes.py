@@ -8,7 +8,17 @@ import attrs
 import numpy as np
 import pytest
 
-from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, async_save, load, open_checkpoint, save, verify
+from functional_ckpt import (
+    LayoutPolicy,
+    LoadPolicy,
+    PerRank,
+    SavePolicy,
+    async_save,
+    load,
+    open_checkpoint,
+    save,
+    verify,
+)
 from functional_ckpt.errors import CheckpointWarning, KeyMismatchError, NotImplementedYet, PolicyError
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.sweep import sweep
@@ -291,3 +301,42 @@ def test_the_remedies_for_optimizers_work(tmp_path, fast):
     state = get_state_dict(*built())[1]
     load({"optim": state}, tmp_path / "names")
     assert torch.equal(state["state"]["weight"]["exp_avg"], expected)
+
+
+# A leaf of `like` of another kind than what is stored
+
+
+class Model:
+    def state_dict(self):
+        return {}
+
+
+ONE, DIFFER = (
+    "stored as several leaves, wanted as one leaf: key",
+    "stored as values that differ by rank, wanted as one: key",
+)
+ALIKE, LACKED = (
+    "stored as one value, wanted as values that differ by rank: key",
+    "that differ by rank, which `like` does not: key",
+)
+KINDS = {
+    # stored, wanted: words
+    "a model": ({"m": {"w": np.ones(2), "v": 1}}, {"m": Model()}, f"{ONE} 'm', found Model", "its state_dict()"),
+    "nothing": ({"m": {"w": np.ones(2)}}, {"m": None}, f"{ONE} 'm', found NoneType", "a dict or list"),
+    "all at once": ({"w": np.ones(2), "v": 1}, Model(), f"{ONE} '', found Model", "its state_dict()"),
+    "an array": ({"m": [np.ones(2)]}, {"m": np.ones(2)}, f"{ONE} 'm', found ndarray", "a dict or list"),
+    "no PerRank": ({"r": PerRank(np.ones(2))}, {"r": np.ones(2)}, f"{DIFFER} 'r'", "PerRank(...)"),
+    "no PerRank of a tree": ({"r": PerRank({"a": 1})}, {"r": 1}, f"{DIFFER} 'r'", "PerRank(...)"),
+    "a PerRank": ({"r": np.ones(2)}, {"r": PerRank(np.ones(2))}, f"{ALIKE} 'r'", "itself"),
+    "a PerRank of a tree": ({"r": {"a": 1}}, {"r": PerRank({"a": 1})}, f"{ALIKE} 'r'", "itself"),
+    "no PerRank at all": ({"r": PerRank([1, 2]), "n": 1}, {"n": 1}, f"{LACKED} 'r'", "PerRank(...)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_leaves_of_another_kind(name, tmp_path, fast, problems_of):
+    stored, wanted, what, remedy = KINDS[name]
+    save(stored, tmp_path / "a", policy=fast)
+    (problem,) = problems_of(load, wanted, tmp_path / "a")
+    assert what in str(problem)
+    assert remedy in str(problem)
