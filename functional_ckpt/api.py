@@ -13,11 +13,14 @@ from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
 from functional_ckpt.pending import PendingSave, start
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.saving import prepare, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
+
+_PLANS = PlanMemory()
 
 
 def save(
@@ -71,7 +74,7 @@ def save(
         check_save("save", state, path, policy, overwrite, attributes, progress)
 
     with collector_paused():
-        return write(prepare(state, path, policy, gather, overwrite, attributes, check), Tracker(progress))
+        return write(prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check), Tracker(progress))
 
 
 def async_save(
@@ -108,7 +111,7 @@ def async_save(
         check_save("async_save", state, path, policy, overwrite, attributes, progress)
 
     with collector_paused():
-        prepared = prepare(state, path, policy, gather, overwrite, attributes, check)
+        prepared = prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check)
     tracker = Tracker(progress)
     staged = stage(prepared, background, tracker)
     return start(lambda: write(staged, tracker), tracker)

@@ -205,8 +205,8 @@ class LoadPolicy:
     rename
         Where a leaf's key is stored: ``{"new.prefix": "stored.prefix"}`` (at dots), or a function.
     verify
-        Digests: of chunks that are read whole (``"covered"``; plain ones of up to 64 KiB always are), of every chunk
-        touched (``"full"``: reads them whole), or ``"none"``.
+        Digests: of chunks that are read whole (``"covered"``; plain ones of up to 64 KiB, and encoded ones are), of all
+        that are touched (``"full"``: reads them whole), or ``"none"``.
     per_rank
         `PerRank` values saved by another number of ranks: ``"error"``, ``"first"``, or a function of
         ``(values of all saving ranks, rank, size)``.

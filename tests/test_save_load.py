@@ -82,7 +82,7 @@ def test_durability_and_commit_modes(durability, commit, tmp_path, plain_tree, s
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file, real=os.fsync: (synced.append(file), real(file))[1])
     monkeypatch.setattr(
-        files, "_sync_file_system", lambda path, real=files._sync_file_system: (synced.append(path), real(path))[1]
+        files, "sync_file_system", lambda path, real=files.sync_file_system: (synced.append(path), real(path))[1]
     )
     save(plain_tree(1), tmp_path / "a", policy=SavePolicy(durability=durability, commit=commit))
     same(load(zeros_like(plain_tree(1)), tmp_path / "a"), plain_tree(1))

@@ -19,10 +19,13 @@ class Buffer(Protocol):
     """Memory that fragments lie in."""
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
-        """Return the fragment as a numpy view of the memory itself, or None where the host cannot address it."""
+        """Return the fragment as a numpy view of the memory itself, or None where the host cannot address it.
+
+        It may be of another byte order.
+        """
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
-        """Return the elements of a region on the host: a view or a copy."""
+        """Return the elements of a region on the host, in the host's byte order: a view or a copy."""
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Set the elements of a region, converting the data type."""
@@ -33,7 +36,7 @@ class Buffer(Protocol):
 
 @attrs.frozen(eq=False)
 class HostBuffer:
-    """A numpy array, of any strides unless fragments of it start at a run (then C-contiguous).
+    """A numpy array of any byte order, and of any strides unless fragments of it start at a run (then C-contiguous).
 
     Examples
     --------
@@ -53,9 +56,9 @@ class HostBuffer:
         return self.array.reshape(-1)[run : run + size].reshape(shape)
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
-        """Return a region as a view."""
+        """Return a region as a view, or as a copy where the bytes have to change places."""
         values: Array = self.view(shape, run)[region]
-        return values
+        return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Copy `values` into a region."""

@@ -11,11 +11,12 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from functional_ckpt.capture import Captured
+from functional_ckpt.capture import Captured, terms_of
 from functional_ckpt.collector import RareCollection, collector_paused
 from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.saving import (
@@ -53,6 +54,7 @@ __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader",
 
 #: Objects that are no plain values are written too, as with DCP's own storage.
 _SAVE_POLICY = SavePolicy(object_codec="torch")
+_PLANS = PlanMemory()
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -157,7 +159,7 @@ class ZarrStorageWriter(StorageWriter):
 
         def write(gather: Gather, described: Callable[[], Captured]) -> Written:
             with collector_paused():
-                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite)
+                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite, _PLANS)
                 return write_parts(prepared, Tracker())
 
         if isinstance(link, Link) and self._with_collectives:
@@ -195,8 +197,7 @@ class ZarrStorageWriter(StorageWriter):
     def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
         """Describe what this rank is to write."""
         keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
-        terms = f"dcp {(policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec)}"
-        terms = f"{terms} {policy.consolidate} overwrite={self.overwrite}"
+        terms = f"dcp {terms_of(policy, self.overwrite)}"
         with collector_paused():
             return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
 
