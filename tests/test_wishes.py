@@ -1,6 +1,7 @@
 """What a caller asks for is done or refused, by words that say what to write instead."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -340,3 +341,54 @@ def test_leaves_of_another_kind(name, tmp_path, fast, problems_of):
     (problem,) = problems_of(load, wanted, tmp_path / "a")
     assert what in str(problem)
     assert remedy in str(problem)
+
+
+# The first hour: what a newcomer tries, and what it says
+
+
+class Optimizer(Model):
+    pass
+
+
+LEAVES = {
+    "a module": (Model(), "Save its state_dict()"),
+    "an optimizer": (Optimizer(), "Save its state_dict()"),
+    "a tuple of arrays": ((np.ones(2), np.ones(2)), "Make the tuple a list"),
+    "a generator": ((array for array in [np.ones(2)]), "Make it a list"),
+    "a mapping": (type("Settings", (dict,), {})(a=1), "Make it a dict"),
+    "a function": (len, "SavePolicy(object_codec='torch')"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_that_cannot_be_saved(name, here, problems_of):
+    leaf, remedy = LEAVES[name]
+    (problem,) = problems_of(save, {"a": leaf}, "a")
+    assert remedy in str(problem)
+
+
+def test_arrays_that_a_checkpoint_does_not_have(saved):
+    opened = open_checkpoint(saved)
+    asked = {"model.c": "Did you mean 'model.", "model": "Below it are 'model.a', 'model.b'", "step": "look at state()"}
+    for key, words in asked.items():
+        with pytest.raises(KeyMismatchError, match=re.escape(words)):
+            opened[key]
+
+
+def test_an_index_out_of_range(saved):
+    array = open_checkpoint(saved)["model.a"]
+    with pytest.raises(IndexError, match=r"index 2 is out of range for axis 0 of 'model.a' with shape \(2,\)"):
+        array[2]
+    with pytest.raises(IndexError, match="index -3"):
+        array[-3]
+
+
+def test_a_device_that_is_not_there(saved, problems_of):
+    torch = pytest.importorskip("torch")
+    like = {"model": {name: torch.empty(2, dtype=torch.float64, device="meta") for name in "ab"}}
+    for device in ("cudaa", "meta:x", f"cuda:{torch.cuda.device_count()}"):
+        problems = problems_of(load, like, saved, policy=LoadPolicy(keys="model", device=device))
+        assert all(isinstance(problem, PolicyError) for problem in problems)
+        assert f"LoadPolicy does not accept this device: expected a device of this machine, found {device!r}" in str(
+            problems[0]
+        )
