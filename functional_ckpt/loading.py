@@ -283,8 +283,10 @@ class _Seeker:
                 raise SpecError("stored as values that differ by rank, wanted as one", key,
                                 remedy="Put a PerRank(...) there in `like`")  # fmt: skip
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
-            raise SpecError("stored as several leaves, wanted as one leaf", key, found=type(leaf).__name__,
-                            remedy=f"Put {what} there in `like`")  # fmt: skip
+            raise SpecError(
+                "stored as several leaves, wanted as one leaf", key, found=type(leaf).__name__,
+                remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
+            )  # fmt: skip
         return leaf
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
