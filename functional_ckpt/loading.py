@@ -1,7 +1,5 @@
 """A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
 
-import difflib
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +11,21 @@ from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
-    CheckpointWarning,
     KeyMismatchError,
     PathNotSharedError,
     PerRankError,
-    ProblemError,
     SpecError,
     raise_problems,
+    report,
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.mismatch import listed, missing_problems, parted, unexpected_problems
 from functional_ckpt.plan.pieces import Pieces
+from functional_ckpt.plan.prefixes import Prefix, check_prefixes, prefixes_of
+from functional_ckpt.plan.state import EMPTY_TEXTS
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
@@ -47,7 +47,7 @@ __all__ = ["load_tree", "read_object"]
 
 
 def load_tree(
-    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, report: Callable[[Progress], None] | None
+    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, progress: Callable[[Progress], None] | None
 ) -> Any:
     """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
 
@@ -56,12 +56,12 @@ def load_tree(
     CheckpointError
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
-    tracker = Tracker(report)
+    tracker = Tracker(progress)
 
     opened: list[tuple[Store, object, Manifest]] = []
 
     def open_it() -> str:
-        check_load(like, path, policy, report)
+        check_load(like, path, policy, progress)
         store = open_store(path)
         identity = store.identity()
         manifest, digest = read_committed(store)
@@ -86,7 +86,7 @@ def load_tree(
     skeleton, load_plan = kept[0]
 
     def share() -> tuple[LoadPlan, Pieces | None]:
-        _check_unexpected(manifest, {key for wish in wishes for key in wish.used}, policy)
+        seeker.check(wishes)
         return seeker.share(load_plan, wishes)
 
     mine, moved = agree(gather, share)
@@ -102,9 +102,15 @@ def load_tree(
 
 @attrs.frozen(eq=False)
 class _Wish:
-    """What a rank tells the others before a load: keys that it uses, and with `read_once` what it wants to read."""
+    """What a rank tells the others before a load.
+
+    The stored keys that it uses, the containers that are empty in its `like`, and the prefixes of its policy; with
+    `read_once`, what it wants to read.
+    """
 
     used: tuple[str, ...]
+    empty: tuple[str, ...]
+    prefixes: tuple[Prefix, ...]
     wanted: Pieces | None
     budget_nbytes: int
 
@@ -122,6 +128,10 @@ class _Seeker:
     def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
         self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
         self.used: dict[str, None] = {}
+        self._asked: list[str] = []
+        self._selected = 0
+        self._missing: list[str] = []
+        self._empty: list[str] = []
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
@@ -130,29 +140,23 @@ class _Seeker:
         self._filled: dict[Hashable, ArrayEntry] = {}
         self._made: dict[Hashable, Any] = {}
         self._stored = [*manifest.by_key, *self._values]
-        self._hints = 3
+        self._hollow = [value.key for value in manifest.values if value.text in EMPTY_TEXTS]
 
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
 
-        Leaves for which nothing fitting is stored stay; `plan` reports them together with its own problems.
+        Leaves for which nothing fitting is stored stay; `check` reports them together with all other problems.
         """
         return map_leaves(self._leaf, like)
 
     def plan(self) -> LoadPlan:
-        """Plan the reads and check that every chunk they need is there.
-
-        Raises
-        ------
-        CheckpointError
-            All problems of all leaves.
-        """
+        """Plan the reads and look for every chunk they need; `check` reports the problems."""
         entries = self.manifest.by_key
         try:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
             self._problems.append(error)
-        raise_problems(self._problems)
+            return LoadPlan(())
         needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
         for read in plan.reads:
             entry = entries[read.key]
@@ -160,7 +164,7 @@ class _Seeker:
             for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
                 needed[entry.spec.key, index] = entry
         problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
-        raise_problems(problem for problem in problems if problem is not None)
+        self._problems += [problem for problem in problems if problem is not None]
         return plan
 
     def wish(self, plan: LoadPlan) -> _Wish:
@@ -171,7 +175,42 @@ class _Seeker:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        return _Wish(tuple(self.used), wanted, self.policy.budget_nbytes)
+        holders = parted(self._missing, self._hollow)[0]  # are accounted for by what is missing below them
+        used, budget = (*self.used, *holders), self.policy.budget_nbytes
+        return _Wish(used, tuple(self._empty), self._prefixes(), wanted, budget)
+
+    def check(self, wishes: Sequence[_Wish]) -> None:
+        """Raise what is wrong with this rank's leaves, and with what all ranks together wish.
+
+        Raises
+        ------
+        CheckpointError
+            All problems at once.
+        """
+        problems: list[CheckpointError] = list(check_prefixes(wish.prefixes for wish in wishes))
+        stored, renames = [*self._stored, *self._per_rank], self.policy.rename is not None
+        missing = missing_problems(self._missing, self.used, stored, self._hollow, renames)
+        problems += _acted(self.policy.strict.missing, missing)
+        problems += self._problems
+        # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
+        if self.policy.keys is None or self.policy.rename is None:
+            used = {key for wish in wishes for key in wish.used}
+            extra = sorted(key for key in self._stored if key not in used and self.policy.selects(key))
+            empty = [key for wish in wishes for key in wish.empty]
+            problems += _acted(self.policy.strict.unexpected, unexpected_problems(extra, empty))
+        raise_problems(problems)
+
+    def _prefixes(self) -> tuple[Prefix, ...]:
+        keys, rename = self.policy.keys, self.policy.rename
+        told: tuple[Prefix, ...] = ()
+        if callable(keys) or keys == ():
+            hint = f"`like` has {listed(self._asked)}" if self._asked else None
+            told = (Prefix("LoadPolicy.keys", None, self._selected > 0, hint),)
+        elif keys is not None:
+            told = prefixes_of("LoadPolicy.keys", keys, self._asked, self._stored)
+        if rename is not None and not callable(rename):
+            told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], self._asked, self._stored)
+        return told
 
     def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""
@@ -207,8 +246,10 @@ class _Seeker:
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)
+        self._asked.append(key)
         if not self.policy.selects(key):
             return leaf
+        self._selected += 1
         try:
             if isinstance(leaf, PerRank):
                 return self._per_rank_leaf(path, key, leaf)
@@ -234,8 +275,8 @@ class _Seeker:
             return decode_text(key, self._values[key].text)
         if entry is None:
             # An empty container stands for what other ranks hold there.
-            if not (type(leaf) in (dict, list) and self._stored_below(key)):
-                self._missing(key)
+            below = type(leaf) in (dict, list) and self._stored_below(key)
+            (self._empty if below else self._missing).append(key)
             return leaf
         if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
             array = adapter_of(entry.spec)
@@ -276,32 +317,13 @@ class _Seeker:
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
-    def _missing(self, key: str) -> None:
-        action = self.policy.strict.missing
-        if action == "ignore":
-            return
-        problem = KeyMismatchError(
-            "the checkpoint has no such key", key, remedy=self._nearest(key)
-            or "Pass LoadPolicy(strict=Strict(missing='report')) to keep what `like` holds",
-        )  # fmt: skip
-        if action == "raise":
-            raise problem
-        warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
-
-    def _nearest(self, key: str) -> str | None:
-        """Suggest a stored key, for the first few missing ones: comparing many with many takes minutes."""
-        self._hints -= 1
-        stored = self._stored
-        close = difflib.get_close_matches(key, stored, 1) if self._hints >= 0 and len(stored) < 10_000 else []
-        return f"Did you mean {close[0]!r}?" if close else None
-
     def _stored_below(self, key: str) -> bool:
         return not key or any(stored.startswith(f"{key}.") for stored in self._stored)
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
         if stored is None:
-            self._missing(key)
+            self._missing.append(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")
         below = [k for k in self._stored if k.startswith(start)]
@@ -359,22 +381,10 @@ def _resolved(tree: Any) -> Any:
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)
 
 
-def _check_unexpected(manifest: Manifest, used: set[str], policy: LoadPolicy) -> None:
-    stored = [*manifest.by_key, *(value.key for value in manifest.values)]
-    # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
-    checked = policy.keys is None or policy.rename is None
-    extra = sorted(key for key in stored if checked and key not in used and policy.selects(key))
-    action = policy.strict.unexpected
-    if not extra or action == "ignore":
-        return
-    problems: list[ProblemError] = [
-        KeyMismatchError(
-            "the checkpoint has a key that `like` does not", key,
-            remedy="Add it, select with LoadPolicy(keys=...), or pass LoadPolicy(strict=Strict(unexpected='ignore'))",
-        )
-        for key in extra
-    ]  # fmt: skip
+def _acted(action: str, problems: Sequence[KeyMismatchError]) -> Sequence[KeyMismatchError]:
+    """Return the problems that a policy says to raise; those to report become one warning."""
     if action == "raise":
-        raise_problems(problems)
-    for problem in problems:
-        warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
+        return problems
+    if action == "report" and problems:
+        report("; ".join(map(str, problems)))
+    return ()

@@ -113,7 +113,7 @@ def test_other_indices_are_refused(checkpoint, index):
 
 def test_only_touched_chunks_are_read(checkpoint, monkeypatch):
     read = []
-    for name in ("map", "read", "read_into"):
+    for name in ("read", "scan", "read_into", "read_ranges"):
         real = getattr(FileStore, name)
         monkeypatch.setattr(FileStore, name, lambda self, n, *a, real=real: (read.append(n), real(self, n, *a))[1])
     array = checkpoint["cube"]

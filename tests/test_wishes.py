@@ -1,13 +1,15 @@
 """What a caller asks for is done or refused, by words that say what to write instead."""
 
 import os
+import warnings
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
-from functional_ckpt import async_save, load, open_checkpoint, save, verify
-from functional_ckpt.errors import NotImplementedYet, PolicyError
+from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, async_save, load, open_checkpoint, save, verify
+from functional_ckpt.errors import CheckpointWarning, KeyMismatchError, NotImplementedYet, PolicyError
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.sweep import sweep
 from functional_ckpt.testing.simulate import run_ranks
@@ -114,3 +116,178 @@ def test_an_argument_that_is_wrong_on_one_rank_fails_on_all(name, here, problems
 
     for problems in run_ranks(2, calling):
         assert [(type(p), p.rank) for p in problems if "does not accept" in str(p)] == [(PolicyError, 1)]
+
+
+# Prefixes: one that no key of any rank has is refused
+
+
+@pytest.fixture
+def saved(tmp_path, fast):
+    """The path of a saved model and its step."""
+    save({"model": {"a": np.ones(2), "b": np.ones(2)}, "step": 3}, tmp_path / "a", policy=fast)
+    return tmp_path / "a"
+
+
+def like(model="model"):
+    return {model: {"a": np.zeros(2), "b": np.zeros(2)}, "step": 0}
+
+
+NO_KEY = "names a prefix that no key has: key"
+PREFIXES = {
+    # policy: the problem's words, None for none
+    "misspelt": (LoadPolicy(keys="modle"), f"LoadPolicy.keys {NO_KEY} 'modle'. Did you mean 'model'?"),
+    "one of two": (LoadPolicy(keys=["step", "model.c"]), f"{NO_KEY} 'model.c'. Did you mean 'model."),
+    "the end of a key": (LoadPolicy(keys="b"), "Did you mean 'model.b'?"),
+    "none": (LoadPolicy(keys=lambda key: key == "c"), "LoadPolicy.keys selects nothing. `like` has 'model.a', "),
+    "none at all": (LoadPolicy(keys=()), "LoadPolicy.keys selects nothing"),
+    "a renaming": (LoadPolicy(rename={"modle": "model"}), f"LoadPolicy.rename {NO_KEY} 'modle'. Did you mean 'model'?"),
+    "found": (LoadPolicy(keys=["model.", "step"], rename={"model.a": "model.a", "": ""}), None),
+    "a function that selects": (LoadPolicy(keys=lambda key: key == "step"), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+@pytest.mark.parametrize("strict", ["raise", "ignore"])
+def test_prefixes_of_a_load(name, strict, saved, problems_of):
+    policy, words = PREFIXES[name]
+    policy = attrs.evolve(policy, strict=strict)
+    target = like()
+    if words is None:
+        assert load(target, saved, policy=policy)["step"] == 3
+        return
+    (problem,) = problems_of(load, target, saved, policy=policy)
+    assert isinstance(problem, PolicyError)
+    assert words in str(problem)
+    assert not target["model"]["a"].any()
+
+
+def test_prefixes_in_the_names_of_the_other_side(saved, problems_of):
+    for policy in (LoadPolicy(rename={"net": "model"}, keys="model"), LoadPolicy(rename={"model": "net"})):
+        problems = problems_of(load, like("net"), saved, policy=policy)
+        assert "'model'. Stored keys have it" in str(problems[0])
+
+
+def test_a_prefix_of_a_load_may_hold_keys_of_another_rank_only(saved, problems_of):
+    wanted = [{"model": {"a": np.zeros(2)}}, {"step": 0}, {}]
+
+    def loading(gather, keys):
+        policy = LoadPolicy(keys=keys, rename={"step": "step"}, strict="ignore")
+        return load(wanted[gather.rank], saved, policy=policy, process_group=gather)
+
+    for keys in (["step", "model.a"], lambda key: key == "step"):
+        assert [found.get("step") for found in run_ranks(3, lambda gather: loading(gather, keys))] == [None, 3, None]  # noqa: B023
+    for keys in (["step", "modle"], lambda key: key == "modle"):
+        for problems in run_ranks(3, lambda gather: problems_of(loading, gather, keys)):  # noqa: B023
+            assert [type(p) for p in problems] == [PolicyError]
+
+
+def test_a_prefix_of_codecs_holds_keys_of_any_rank(tmp_path, problems_of):
+    states = [{"model": np.ones(2)}, {"optim": {"m": np.ones(2)}, "step": 1}]
+
+    def saving(gather, codecs):
+        policy = SavePolicy(layout=LayoutPolicy(codecs=codecs), durability="none")
+        return save(states[gather.rank], tmp_path / "a", policy=policy, process_group=gather, overwrite=True)
+
+    codecs = {"optim": "zstd", "step": "zstd", "": "crc32c"}
+    manifest = run_ranks(2, lambda gather: saving(gather, codecs))[0]
+    assert manifest.by_key["optim.m"].layout.codecs == ("zstd",)
+    for problems in run_ranks(2, lambda gather: problems_of(saving, gather, {"optm": "zstd"})):
+        (problem,) = problems
+        assert "LayoutPolicy.codecs names a prefix that no key has: key 'optm'. Did you mean 'optim'?" in str(problem)
+
+
+# Keys that only one side has: few words, and what would help
+
+
+def many(prefix="", count=2000):
+    return {f"{prefix}layers.{n}.weight": np.zeros(1) for n in range(count)}
+
+
+@pytest.fixture
+def large(tmp_path, fast):
+    """The path of a checkpoint of 2,000 arrays, half of them under a prefix."""
+    save({"model": many(), "step": 3}, tmp_path / "large", policy=fast)
+    return tmp_path / "large"
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_many_missing_keys_are_one_problem_that_names_the_renaming(prefix, large, problems_of):
+    like = {"model": many(prefix), "step": 0}
+    missing, unexpected = problems_of(load, like, large)
+    policy = f"LoadPolicy(rename={{{f'model.{prefix}'[:-1]!r}: 'model'}})"
+    assert f"lacks 2000 keys of `like`: expected 'model.{prefix}layers.0.weight', " in str(missing)
+    assert str(missing).endswith(f"and 1997 more. Pass {policy}, which finds every key")
+    assert "has 2000 keys that `like` does not" in str(unexpected)
+    assert len(str(missing)) + len(str(unexpected)) < 1000
+    policy = eval(policy, {"LoadPolicy": LoadPolicy})
+    assert load(like, large, policy=policy)["step"] == 3
+
+
+def test_strict_false_loads_what_fits_and_warns_once_a_side(large):
+    like = {"model": {**many(count=1000), **{f"new.{n}": np.full(1, 7.0) for n in range(50)}}, "step": 0}
+    with pytest.warns(CheckpointWarning) as caught:
+        loaded = load(like, large, policy=LoadPolicy(strict=False))
+    assert (loaded["step"], loaded["model"]["new.0"]) == (3, 7.0)
+    missing, unexpected = (str(warning.message) for warning in caught)
+    assert "lacks 50 keys of `like`: expected 'model.new.0'" in missing
+    assert "has 1000 keys that `like` does not" in unexpected
+    assert {warning.filename for warning in caught} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(like, large, policy=LoadPolicy(strict="ignore"))
+
+
+def optimizer(*names):
+    """Return what optimizers call their state, of parameters with these names."""
+    return {
+        "state": {name: {"step": np.zeros(()), "exp_avg": np.zeros(2)} for name in names},
+        "param_groups": [{"lr": 1}],
+    }
+
+
+EMPTY = "`like` is empty where the checkpoint is not: key 'optim.state'"
+OPTIMIZERS = {
+    # saved, wanted: words that help
+    "fresh, numbered": (optimizer(0, 1), optimizer(),
+        EMPTY, "open_checkpoint(path).state('torch')['optim']"),
+    "fresh, named": (optimizer("0.weight", "0.bias"), optimizer(),
+        EMPTY, "get_state_dict(model, optimizer)"),
+    "saved fresh": (optimizer(), optimizer(0),
+        "the checkpoint is empty where `like` is not: key 'optim.state'", "Strict(missing='ignore')"),
+    "numbers for names": (optimizer(0, 1), optimizer("0.weight", "0.bias"),
+        "The checkpoint numbers an optimizer's parameters, `like` names them", "['optim'] to optimizer."),
+    "names for numbers": (optimizer("0.weight", "0.bias"), optimizer(0, 1),
+        "The checkpoint names an optimizer's parameters, `like` numbers them", "get_state_dict(model, optimizer)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_optimizers_that_do_not_fit(name, tmp_path, fast, problems_of):
+    saved, wanted, what, remedy = OPTIMIZERS[name]
+    save({"optim": saved}, tmp_path / "a", policy=fast)
+    first = problems_of(load, {"optim": wanted}, tmp_path / "a")[0]
+    assert isinstance(first, KeyMismatchError)
+    assert what in str(first)
+    assert remedy in str(first)
+
+
+def test_the_remedies_for_optimizers_work(tmp_path, fast):
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def built():
+        model = torch.nn.Linear(2, 3)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, stepped = built()
+    model(torch.ones(2)).sum().backward()
+    stepped.step()
+    expected = stepped.state_dict()["state"][0]["exp_avg"]
+    save({"optim": stepped.state_dict()}, tmp_path / "numbers", policy=fast)
+    fresh = built()[1]
+    fresh.load_state_dict(open_checkpoint(tmp_path / "numbers").state("torch")["optim"])
+    assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], expected)
+    save({"optim": get_state_dict(model, stepped)[1]}, tmp_path / "names", policy=fast)
+    state = get_state_dict(*built())[1]
+    load({"optim": state}, tmp_path / "names")
+    assert torch.equal(state["state"]["weight"]["exp_avg"], expected)

@@ -26,13 +26,13 @@ from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 
 __all__ = [
-    "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part", "build_manifest",
-    "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
+    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part",
+    "build_manifest", "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
 ]  # fmt: skip
 
-# What `encode_value` makes of containers that hold nothing.
 _NO_ATTRIBUTES = "{}"
-_EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
+#: What `encode_value` makes of containers that hold nothing.
+EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
 
 @attrs.frozen
@@ -104,7 +104,7 @@ class LocalState:
 
     def structure(self) -> "LocalState":
         """Return what plans are made from: everything but `contents`; of values only which are empty containers."""
-        values = tuple(v if v.text in _EMPTY_TEXTS else attrs.evolve(v, text="") for v in self.values)
+        values = tuple(v if v.text in EMPTY_TEXTS else attrs.evolve(v, text="") for v in self.values)
         return attrs.evolve(self, values=values, attributes=_NO_ATTRIBUTES, copies=())
 
     def contents(self) -> "LocalState":
@@ -306,7 +306,7 @@ def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLe
     """Drop an empty container of one rank where another rank has something in it."""
     entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
     inner = {entry.path[:depth] for entry in entries if entry.path for depth in range(len(entry.path))}
-    return tuple(v for v in values if v.path not in inner or v.text not in _EMPTY_TEXTS)
+    return tuple(v for v in values if v.path not in inner or v.text not in EMPTY_TEXTS)
 
 
 def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) -> list[ProblemError]:

@@ -84,14 +84,17 @@ class Store(Protocol):
     def nbytes_of(self, name: str) -> int | None:
         """Return the object's size in bytes, or None if there is none."""
 
-    def map(self, name: str, ranges: Sequence[tuple[int, int]] = ()) -> memoryview:
-        """Return a read-only view of the object, mapped where the store can.
-
-        `ranges` (bytes) says which parts will be touched, if not all: the others need not be fetched.
-        """
-
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read the object's first ``len(into)`` bytes into `into`; `each` sees its blocks in order."""
+
+    def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
+        """Read `nbytes` bytes from each of `starts`, in order, one after the other into `into`.
+
+        Nothing else need be fetched.
+        """
+
+    def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
+        """Show the object's first `nbytes` bytes to `each`, in order, a block at a time."""
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""

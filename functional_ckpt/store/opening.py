@@ -16,10 +16,11 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)  # of one lett
 _BROKEN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)(.+)", re.DOTALL)
 
 
-def open_store(url: str | os.PathLike[str], sync: str = "none") -> Store:
+def open_store(url: str | os.PathLike[str], sync: str = "none", guard: Path | None = None) -> Store:
     """Return the store at a path, ``file://`` or ``memory://`` URL; nothing is created.
 
-    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (file systems only).
+    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"``; nothing is written once the file `guard` is gone (both for file
+    systems only).
 
     Raises
     ------
@@ -43,7 +44,7 @@ def open_store(url: str | os.PathLike[str], sync: str = "none") -> Store:
         raise NotImplementedYet(
             "no store for this kind of URL yet", found=f"{scheme}://{rest}", expected="a path, file:// or memory://"
         )
-    return FileStore(local_path(url), sync)
+    return FileStore(local_path(url), sync, guard)
 
 
 def local_path(url: str | os.PathLike[str]) -> Path:

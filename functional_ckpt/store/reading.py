@@ -15,9 +15,9 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
-from functional_ckpt.store.encoding import array_metadata, digest, node_name
+from functional_ckpt.store.encoding import array_metadata, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
@@ -166,17 +166,18 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
             if problem is not None:
                 return problem
             try:
-                check_digest(entry, grid.position(index), digest(read_chunk(store, entry.spec, entry.layout, index)))
+                check_digest(entry, grid.position(index), chunk_digest(store, entry.spec, entry.layout, index))
             except ProblemError as error:
                 return error
             return None
 
         return check
 
+    held = decoding_nbytes(entry.layout)
     return [
         Work(0, header, 0),
         *(
-            Work(grid.box(index).size * entry.spec.itemsize, chunk(index), grid.box(index).size * entry.spec.itemsize)
+            Work(grid.box(index).size * entry.spec.itemsize, chunk(index), held)
             for index in grid.touched(entry.spec.box)
         ),
     ]

@@ -66,8 +66,12 @@ class Wave:
                 foreign.setdefault(source, []).append(row)
             else:
                 here.append(row)
-        columns, ends = (column.tolist() for column in numbers), (corner.ravel().tolist() for corner in corners)
-        return cls(arrays, tuple(here), held, foreign, *columns, pieces.start.shape[1], *ends)
+        array, chunk, shard, run, size = (column.tolist() for column in numbers)
+        start, stop, low, high = (corner.ravel().tolist() for corner in corners)
+        width = pieces.start.shape[1]
+        return cls(
+            arrays, tuple(here), held, foreign, array, chunk, shard, run, size, width, start, stop, low, high
+        )  # fmt: skip
 
     def place_of(self, row: int) -> tuple[int, int]:
         """Return the numbers of a piece's array and chunk."""

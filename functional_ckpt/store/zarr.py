@@ -10,17 +10,16 @@ import numpy as np
 import tensorstore as ts
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.plan.layout import Layout
+from functional_ckpt.plan.layout import ChunkGrid, Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock, Store, check_limit, storage_errors
-from functional_ckpt.store.encoding import Array, array_metadata, node_name, numpy_dtype
+from functional_ckpt.store.encoding import Array, array_metadata, chunk_name, node_name, numpy_dtype
 
-__all__ = ["MemoryStore", "open_array", "read_box", "write_box"]
+__all__ = ["MemoryStore", "decode_chunk", "open_array", "write_box"]
 
 
-# How TensorStore's status texts say that bytes are wrong, not that storage failed.
-_UNDECODABLE = ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOUND")
+_NO_LIMIT = 2**63
 
 
 @cache
@@ -88,18 +87,24 @@ class MemoryStore:
         data = self.read(name)
         return None if data is None else len(data)
 
-    def map(self, name: str, ranges: Sequence[tuple[int, int]] = ()) -> memoryview:
-        """Return a copy of an object."""
-        data = self.read(name)
-        if data is None:
-            raise CorruptionError("an object is missing", path=name, found=self.url)
-        return memoryview(data)
-
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Copy an object's head into `into`."""
-        into[:] = self.map(name)[: len(into)]
+        self.read_ranges(name, (0,), len(into), into)
         if each is not None:
             each(into)
+
+    def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
+        """Copy ranges of an object, one after the other, into `into`."""
+        data = self.read(name, _NO_LIMIT)
+        if data is None:
+            raise CorruptionError("an object is missing", path=name, found=self.url)
+        if len(data) < max(starts) + nbytes:
+            raise CorruptionError("an object is too short", path=name, expected=max(starts) + nbytes, found=len(data))
+        into[:] = b"".join([data[start : start + nbytes] for start in starts])
+
+    def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
+        """Show an object's head to `each`."""
+        self.read_into(name, memoryview(bytearray(nbytes)), each)
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
@@ -155,16 +160,29 @@ def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: 
         array[box.slices].write(np.asarray(values, order="C").view(numpy_dtype(layout.stored))).result()
 
 
-def read_box(array: ts.TensorStore, spec: ArraySpec, box: Box) -> Array:
-    """Return a region as a new numpy array; bytes that no codec understands are a `CorruptionError`."""
+def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> Array:
+    """Return the cells that the bytes of a chunk with codecs hold, clipped to the array.
+
+    Raises
+    ------
+    CorruptionError
+        If no codec understands them.
+    """
+    context = ts.Context()  # a memory of its own, which ends with it
+    box = ChunkGrid(spec.shape, layout.chunk).box(index)
+    memory = {"driver": "memory"}
+    document = {"driver": "zarr3", "kvstore": memory, "metadata": json.loads(array_metadata(spec, layout))}
     try:
-        with storage_errors("reading", spec.key):
+        with storage_errors("decoding", spec.key):
+            ts.KvStore.open(memory, context=context).result().write(chunk_name(index), data).result()
+            del data
+            array = ts.open(
+                {**document, "fill_missing_data_reads": False}, context=context, open=True, assume_metadata=True
+            ).result()
             values: Array = array[box.slices].read().result()
     except StorageError as error:
-        if not any(status in str(error.found) for status in _UNDECODABLE):
-            raise
         raise CorruptionError(
             "a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,
-            "Restore the file, or load another checkpoint",
+            "Restore the file, or load another checkpoint", chunk=chunk_name(index),
         ) from error  # fmt: skip
     return np.asarray(values, order="C").view(numpy_dtype(spec.dtype))

@@ -14,8 +14,9 @@ from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
+from functional_ckpt.store.directories import exchange_paths, sync_directory
 from functional_ckpt.store.encoding import array_metadata, node_name
-from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
+from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.reading import read_manifest
 
