@@ -1,7 +1,7 @@
 """From a state tree to a `LocalState` and the buffers behind it: what a rank says of its leaves."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -142,7 +142,7 @@ class _Capture:
             raise UnsupportedLeafError(
                 "a leaf is neither an array nor a plain value", key, None, None, None,
                 "an array, a number, text, bytes, None, or a tuple of plain values", _type_name(leaf),
-                "Make a tuple of arrays a list; for other objects pass SavePolicy(object_codec='torch')",
+                _remedy(leaf),
             )  # fmt: skip
         else:
             self._add_object(key, path, leaf)
@@ -186,6 +186,18 @@ def terms_of(policy: SavePolicy, overwrite: bool) -> str:
     names = (field.name for field in attrs.fields(SavePolicy))
     alike = {name: getattr(policy, name) for name in names if name not in _EACH_RANKS_OWN}
     return f"{alike} overwrite={overwrite}"
+
+
+def _remedy(leaf: Any) -> str:
+    if callable(getattr(leaf, "state_dict", None)):
+        return "Save its state_dict() instead"
+    if isinstance(leaf, tuple):
+        return "Make the tuple a list"
+    if isinstance(leaf, Iterator):
+        return "Make it a list"
+    if isinstance(leaf, Mapping):
+        return "Make it a dict"
+    return "Save what it holds as plain values, or pass SavePolicy(object_codec='torch')"
 
 
 def _is_representable(key: object) -> bool:

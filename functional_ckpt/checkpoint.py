@@ -15,10 +15,11 @@ from functional_ckpt.loading import read_object
 from functional_ckpt.plan.field import is_word, refuse
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.mismatch import listed, nearest
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment
-from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
+from functional_ckpt.spec.tree import DictKey, has_prefix, map_leaves, unflatten
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.encoding import Array, numpy_dtype
@@ -162,9 +163,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         """Return the array under `key`."""
         entry = self.manifest.by_key.get(key)
         if entry is None:
-            plain = any(value.key == key for value in self.manifest.values)
-            remedy = "It is a plain value: look at state() or tree()" if plain else None
-            raise KeyMismatchError("the checkpoint has no such array", key, remedy=remedy)
+            raise KeyMismatchError("the checkpoint has no such array", key, remedy=self._remedy(key))
         return StoredArray(entry, self._opened)
 
     def __iter__(self) -> Iterator[str]:
@@ -174,6 +173,12 @@ class Checkpoint(Mapping[str, StoredArray]):
     def __len__(self) -> int:
         """Return the number of arrays, tied keys included."""
         return len(self.manifest.by_key)
+
+    def _remedy(self, key: str) -> str | None:
+        if any(value.key == key for value in self.manifest.values):
+            return "It is a plain value: look at state() or tree()"
+        below = [name for name in self if has_prefix(name, key)]
+        return f"Below it are {listed(below)}" if below else nearest(key, list(self))
 
     def tree(self) -> Any:
         """Return the nested state with plain values in place and arrays as `StoredArray`.
@@ -260,13 +265,14 @@ def _basic_index(index: Any, shape: tuple[int, ...], key: str) -> tuple[Box, tup
     items += [slice(None)] * (len(shape) - len(items))
     if len(items) != len(shape):
         raise IndexError(f"too many indices for {key!r} of shape {shape}")
-    bounds = [_axis_bounds(item, n, key, shape) for item, n in zip(items, shape, strict=True)]
+    bounds = [_axis_bounds(item, axis, key, shape) for axis, item in enumerate(items)]
     box = Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
     # As in numpy, `...` gives an array where plain ints would give a scalar.
     return box, (*(b[2] for b in bounds), *((...,) if open_ended else ()))
 
 
-def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tuple[int, int, Any]:
+def _axis_bounds(item: Any, axis: int, key: str, shape: tuple[int, ...]) -> tuple[int, int, Any]:
+    extent = shape[axis]
     if isinstance(item, slice):
         picked = range(extent)[item]
         if not len(picked):
@@ -277,6 +283,8 @@ def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tu
         if isinstance(item, bool):  # a mask to numpy, though Python takes it for an int
             raise TypeError
         at = range(extent)[item]
+    except IndexError:
+        raise IndexError(f"index {item} is out of range for axis {axis} of {key!r} with shape {shape}") from None
     except TypeError:
         raise ShapeError("only ints, slices and ... index a stored array", key, None, shape, None, None, repr(item),
                          "Read a slice and index the numpy array") from None  # fmt: skip

@@ -11,21 +11,16 @@ from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
-    KeyMismatchError,
     PathNotSharedError,
     PerRankError,
     SpecError,
     raise_problems,
-    report,
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
-from functional_ckpt.plan.mismatch import listed, missing_problems, parted, unexpected_problems
 from functional_ckpt.plan.pieces import Pieces
-from functional_ckpt.plan.prefixes import Prefix, check_prefixes, prefixes_of
-from functional_ckpt.plan.state import EMPTY_TEXTS
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
@@ -42,6 +37,7 @@ from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
+from functional_ckpt.wanted import Told, WantedKeys
 
 __all__ = ["load_tree", "read_object"]
 
@@ -112,15 +108,9 @@ def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker
 
 @attrs.frozen(eq=False)
 class _Wish:
-    """What a rank tells the others before a load.
+    """What a rank tells the others before a load: of its keys, and with `read_once` what it wants to read."""
 
-    The stored keys that it uses, the containers that are empty in its `like`, and the prefixes of its policy; with
-    `read_once`, what it wants to read.
-    """
-
-    used: tuple[str, ...]
-    empty: tuple[str, ...]
-    prefixes: tuple[Prefix, ...]
+    keys: Told
     wanted: Pieces | None
     budget_nbytes: int
 
@@ -137,11 +127,7 @@ class _Seeker:
 
     def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
         self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
-        self.used: dict[str, None] = {}
-        self._asked: list[str] = []
-        self._selected = 0
-        self._missing: list[str] = []
-        self._empty: list[str] = []
+        self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
@@ -149,8 +135,6 @@ class _Seeker:
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
         self._made: dict[Hashable, Any] = {}
-        self._stored = [*manifest.by_key, *self._values]
-        self._hollow = [value.key for value in manifest.values if value.text in EMPTY_TEXTS]
 
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
@@ -186,42 +170,17 @@ class _Seeker:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        holders = parted(self._missing, self._hollow)[0]  # are accounted for by what is missing below them
-        used, budget = (*self.used, *holders), self.policy.budget_nbytes
-        return _Wish(used, tuple(self._empty), self._prefixes(), wanted, budget)
+        return _Wish(self.keys.told(), wanted, self.policy.budget_nbytes)
 
     def check(self, wishes: Sequence[_Wish]) -> None:
-        """Raise what is wrong with this rank's leaves, and with what all ranks together wish.
+        """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
 
         Raises
         ------
         CheckpointError
             All problems at once.
         """
-        problems: list[CheckpointError] = list(check_prefixes(wish.prefixes for wish in wishes))
-        stored, renames = [*self._stored, *self._per_rank], self.policy.rename is not None
-        missing = missing_problems(self._missing, self.used, stored, self._hollow, renames)
-        problems += _acted(self.policy.strict.missing, missing)
-        problems += self._problems
-        # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
-        if self.policy.keys is None or self.policy.rename is None:
-            used = {key for wish in wishes for key in wish.used}
-            extra = sorted(key for key in self._stored if key not in used and self.policy.selects(key))
-            empty = [key for wish in wishes for key in wish.empty]
-            problems += _acted(self.policy.strict.unexpected, unexpected_problems(extra, empty))
-        raise_problems(problems)
-
-    def _prefixes(self) -> tuple[Prefix, ...]:
-        keys, rename = self.policy.keys, self.policy.rename
-        told: tuple[Prefix, ...] = ()
-        if callable(keys) or keys == ():
-            hint = f"`like` has {listed(self._asked)}" if self._asked else None
-            told = (Prefix("LoadPolicy.keys", None, self._selected > 0, hint),)
-        elif keys is not None:
-            told = prefixes_of("LoadPolicy.keys", keys, self._asked, self._stored)
-        if rename is not None and not callable(rename):
-            told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], self._asked, self._stored)
-        return told
+        raise_problems([*self.keys.problems([wish.keys for wish in wishes]), *self._problems])
 
     def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""
@@ -256,10 +215,8 @@ class _Seeker:
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)
-        self._asked.append(key)
-        if not self.policy.selects(key):
+        if not self.keys.selects(key):
             return leaf
-        self._selected += 1
         try:
             if isinstance(leaf, PerRank):
                 return self._per_rank_leaf(path, key, leaf)
@@ -272,7 +229,7 @@ class _Seeker:
         adapter = adapter_of(leaf)
         entry = self.manifest.by_key.get(key)
         if key in self._values or entry is not None:
-            self.used[key] = None
+            self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
                 raise SpecError("stored as an object, wanted as an array", key,
@@ -284,10 +241,7 @@ class _Seeker:
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
-            # An empty container stands for what other ranks hold there.
-            below = type(leaf) in (dict, list) and self._stored_below(key)
-            (self._empty if below else self._missing).append(key)
-            return leaf
+            return self._unstored_leaf(key, leaf)
         if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
             array = adapter_of(entry.spec)
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
@@ -327,17 +281,37 @@ class _Seeker:
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
-    def _stored_below(self, key: str) -> bool:
-        return not key or any(stored.startswith(f"{key}.") for stored in self._stored)
+    def _unstored_leaf(self, key: str, leaf: Any) -> Any:
+        """Return the leaf, for which nothing is stored under its own key."""
+        if key not in self.keys.holders:
+            self.keys.miss(key)
+        elif type(leaf) in (dict, list):  # stands for what other ranks hold there
+            self.keys.leave(key)
+        else:
+            self.keys.use_below(key)
+            if key in self._per_rank:
+                raise SpecError("stored as values that differ by rank, wanted as one", key,
+                                remedy="Put a PerRank(...) there in `like`")  # fmt: skip
+            what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
+            raise SpecError(
+                "stored as several leaves, wanted as one leaf", key, found=type(leaf).__name__,
+                remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
+            )  # fmt: skip
+        return leaf
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
         if stored is None:
-            self._missing.append(key)
+            key = self.policy.stored_key(key)
+            if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
+                self.keys.use_below(key)
+                raise SpecError("stored as one value, wanted as values that differ by rank", key,
+                                remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
+            self.keys.miss(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")
-        below = [k for k in self._stored if k.startswith(start)]
-        self.used.update(dict.fromkeys(below))
+        below = [k for k in self.keys.stored if k.startswith(start)]
+        self.keys.use(below)
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
             rank = self.gather.rank if saved == now else 0
@@ -389,12 +363,3 @@ def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
 
 def _resolved(tree: Any) -> Any:
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)
-
-
-def _acted(action: str, problems: Sequence[KeyMismatchError]) -> Sequence[KeyMismatchError]:
-    """Return the problems that a policy says to raise; those to report become one warning."""
-    if action == "raise":
-        return problems
-    if action == "report" and problems:
-        report("; ".join(map(str, problems)))
-    return ()

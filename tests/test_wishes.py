@@ -1,6 +1,7 @@
 """What a caller asks for is done or refused, by words that say what to write instead."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -8,7 +9,17 @@ import attrs
 import numpy as np
 import pytest
 
-from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, async_save, load, open_checkpoint, save, verify
+from functional_ckpt import (
+    LayoutPolicy,
+    LoadPolicy,
+    PerRank,
+    SavePolicy,
+    async_save,
+    load,
+    open_checkpoint,
+    save,
+    verify,
+)
 from functional_ckpt.errors import CheckpointWarning, KeyMismatchError, NotImplementedYet, PolicyError
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.sweep import sweep
@@ -291,3 +302,93 @@ def test_the_remedies_for_optimizers_work(tmp_path, fast):
     state = get_state_dict(*built())[1]
     load({"optim": state}, tmp_path / "names")
     assert torch.equal(state["state"]["weight"]["exp_avg"], expected)
+
+
+# A leaf of `like` of another kind than what is stored
+
+
+class Model:
+    def state_dict(self):
+        return {}
+
+
+ONE, DIFFER = (
+    "stored as several leaves, wanted as one leaf: key",
+    "stored as values that differ by rank, wanted as one: key",
+)
+ALIKE, LACKED = (
+    "stored as one value, wanted as values that differ by rank: key",
+    "that differ by rank, which `like` does not: key",
+)
+KINDS = {
+    # stored, wanted: words
+    "a model": ({"m": {"w": np.ones(2), "v": 1}}, {"m": Model()}, f"{ONE} 'm', found Model", "its state_dict()"),
+    "nothing": ({"m": {"w": np.ones(2)}}, {"m": None}, f"{ONE} 'm', found NoneType", "a dict or list"),
+    "all at once": ({"w": np.ones(2), "v": 1}, Model(), f"{ONE} '', found Model", "its state_dict()"),
+    "an array": ({"m": [np.ones(2)]}, {"m": np.ones(2)}, f"{ONE} 'm', found ndarray", "a dict or list"),
+    "no PerRank": ({"r": PerRank(np.ones(2))}, {"r": np.ones(2)}, f"{DIFFER} 'r'", "PerRank(...)"),
+    "no PerRank of a tree": ({"r": PerRank({"a": 1})}, {"r": 1}, f"{DIFFER} 'r'", "PerRank(...)"),
+    "a PerRank": ({"r": np.ones(2)}, {"r": PerRank(np.ones(2))}, f"{ALIKE} 'r'", "itself"),
+    "a PerRank of a tree": ({"r": {"a": 1}}, {"r": PerRank({"a": 1})}, f"{ALIKE} 'r'", "itself"),
+    "no PerRank at all": ({"r": PerRank([1, 2]), "n": 1}, {"n": 1}, f"{LACKED} 'r'", "PerRank(...)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_leaves_of_another_kind(name, tmp_path, fast, problems_of):
+    stored, wanted, what, remedy = KINDS[name]
+    save(stored, tmp_path / "a", policy=fast)
+    (problem,) = problems_of(load, wanted, tmp_path / "a")
+    assert what in str(problem)
+    assert remedy in str(problem)
+
+
+# The first hour: what a newcomer tries, and what it says
+
+
+class Optimizer(Model):
+    pass
+
+
+LEAVES = {
+    "a module": (Model(), "Save its state_dict()"),
+    "an optimizer": (Optimizer(), "Save its state_dict()"),
+    "a tuple of arrays": ((np.ones(2), np.ones(2)), "Make the tuple a list"),
+    "a generator": ((array for array in [np.ones(2)]), "Make it a list"),
+    "a mapping": (type("Settings", (dict,), {})(a=1), "Make it a dict"),
+    "a function": (len, "SavePolicy(object_codec='torch')"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_that_cannot_be_saved(name, here, problems_of):
+    leaf, remedy = LEAVES[name]
+    (problem,) = problems_of(save, {"a": leaf}, "a")
+    assert remedy in str(problem)
+
+
+def test_arrays_that_a_checkpoint_does_not_have(saved):
+    opened = open_checkpoint(saved)
+    asked = {"model.c": "Did you mean 'model.", "model": "Below it are 'model.a', 'model.b'", "step": "look at state()"}
+    for key, words in asked.items():
+        with pytest.raises(KeyMismatchError, match=re.escape(words)):
+            opened[key]
+
+
+def test_an_index_out_of_range(saved):
+    array = open_checkpoint(saved)["model.a"]
+    with pytest.raises(IndexError, match=r"index 2 is out of range for axis 0 of 'model.a' with shape \(2,\)"):
+        array[2]
+    with pytest.raises(IndexError, match="index -3"):
+        array[-3]
+
+
+def test_a_device_that_is_not_there(saved, problems_of):
+    torch = pytest.importorskip("torch")
+    like = {"model": {name: torch.empty(2, dtype=torch.float64, device="meta") for name in "ab"}}
+    for device in ("cudaa", "meta:x", f"cuda:{torch.cuda.device_count()}"):
+        problems = problems_of(load, like, saved, policy=LoadPolicy(keys="model", device=device))
+        assert all(isinstance(problem, PolicyError) for problem in problems)
+        assert f"LoadPolicy does not accept this device: expected a device of this machine, found {device!r}" in str(
+            problems[0]
+        )

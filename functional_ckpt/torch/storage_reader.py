@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.collector import RareCollection, collector_paused
 from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.loading import read_object
 from functional_ckpt.plan.load import plan_load
@@ -72,7 +71,6 @@ class ZarrStorageReader(StorageReader):
         super().__init__()
         self.path, self.policy = path, policy
         self._opened: _Opened | None = None
-        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -91,19 +89,16 @@ class ZarrStorageReader(StorageReader):
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begin anew, at `checkpoint_id` if there is one."""
         self._opened = None
-        self._planning.end()
         if checkpoint_id is not None:
             self.path = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP plans with it: one chunk per tensor."""
-        with collector_paused():
-            self._opened = _Opened.at(self.path)
-            return stored_metadata(self._opened.manifest, self.checkpoint_id)
+        self._opened = _Opened.at(self.path)
+        return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Open the checkpoint, unless `read_metadata` has; DCP plans from here on."""
-        self._planning.begin()
+        """Open the checkpoint, unless `read_metadata` has."""
         self._opened = self._opened or _Opened.at(self.path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -116,21 +111,17 @@ class ZarrStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once to where they belong."""
-        try:
-            opened, self._opened = self._opened or _Opened.at(self.path), None
-            with closing(opened.source):
-                self._read(opened, plan, planner)
-        finally:
-            self._planning.end_soon()
+        opened, self._opened = self._opened or _Opened.at(self.path), None
+        with closing(opened.source):
+            self._read(opened, plan, planner)
         return done(None)
 
     def _read(self, opened: "_Opened", plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
-        with collector_paused():
-            targets = [planner.resolve_tensor(item) for item in tensors]
-            raise_problems(_uncovered(tensors, planner))
-            with opened.source.guard():
-                opened.fill(tensors, [target.detach() for target in targets], self.policy)
+        targets = [planner.resolve_tensor(item) for item in tensors]
+        raise_problems(_uncovered(tensors, planner))
+        with opened.source.guard():
+            opened.fill(tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.objects import object_bytes
+from functional_ckpt.plan.field import refuse
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, Sharding
@@ -249,10 +250,19 @@ def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
             local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
         )
     else:
-        empty = torch.empty_like(leaf, device=device)
+        empty = torch.empty_like(leaf, device=_checked(device))
     if isinstance(leaf, torch.nn.Parameter):
         return torch.nn.Parameter(empty, leaf.requires_grad)
     return empty.requires_grad_(leaf.requires_grad)
+
+
+def _checked(device: str) -> str:
+    """Return the name of a device on which a tensor can be made."""
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # torch raises RuntimeError or AssertionError, by device
+        raise refuse("LoadPolicy", "device", "a device of this machine", device) from None
+    return device
 
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
