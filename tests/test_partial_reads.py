@@ -221,7 +221,10 @@ def test_a_budget_counts_what_encoding_and_decoding_take(faces, tmp_path, at_onc
 
 @pytest.mark.parametrize("codecs", [(), ("zstd",)])
 def test_chunks_at_every_edge_are_verified_without_their_padding(codecs, tmp_path):
-    layout = LayoutPolicy(target_chunk_nbytes=16, min_chunk_nbytes=0, codecs=(("", codecs),))
-    state = {str(shape): np.ones(shape, "f4") for shape in [(2, 10), (10,), (5, 2), (3, 3, 3), ()]}
+    layout = LayoutPolicy(target_chunk_nbytes=48, min_chunk_nbytes=0, codecs=(("", codecs),))
+    state = {str(shape): np.ones(shape, "f4") for shape in [(2, 30), (30,), (15, 2), (5, 5, 5), ()]}
+    spec = ArraySpec("cut", (4, 8), "float32")  # into chunks of four rows and three columns
+    shards = [ShardSpec(spec, Box((0, low), (4, high))) for low, high in ((0, 3), (3, 8))]
+    state["cut"] = LocalShards(shards, [np.ones(shard.box.shape, "f4") for shard in shards])
     save(state, tmp_path / "a", policy=SavePolicy(layout=layout, durability="none"))
     assert verify(tmp_path / "a").ok
