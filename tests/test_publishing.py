@@ -167,6 +167,17 @@ def test_a_lost_private_directory_replaces_nothing(phase, durability, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_lost_chunk_is_found_before_publishing(tmp_path):
+    def lose():
+        (chunk,) = tmp_path.glob("*.saving/w/c.0")
+        chunk.unlink()
+
+    save(state(1), tmp_path / "a", policy=FAST)
+    with pytest.raises(errors.CorruptionError, match="missing"):
+        save(state(2), tmp_path / "a", policy=FAST, overwrite=True, progress=once("publish", lose))
+    assert step_of(tmp_path / "a") == 1
+
+
 def test_a_store_never_makes_its_root(tmp_path):
     with pytest.raises(StorageError):
         FileStore(tmp_path / "gone").create("manifest.json", [memoryview(b"{}")], 2)
