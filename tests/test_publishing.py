@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -210,8 +211,13 @@ def test_of_two_saves_the_one_that_began_last_stays(there, tmp_path):
 
 
 def test_saves_that_wait_for_one_another_replace_in_their_order(tmp_path):
+    begun = threading.Event()
     save(state(0), tmp_path / "a", policy=FAST)
-    pending = [async_save(state(step), tmp_path / "a", policy=FAST, overwrite=True) for step in (1, 2, 3)]
+    hold = once("publish", lambda: begun.wait(60))
+    pending = [
+        async_save(state(step), tmp_path / "a", policy=FAST, overwrite=True, progress=hold) for step in (1, 2, 3)
+    ]
+    begun.set()
     for save_ in pending:
         save_.result(60)
     assert step_of(tmp_path / "a") == 3
