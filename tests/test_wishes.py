@@ -313,11 +313,11 @@ class Model:
 
 
 ONE, DIFFER = (
-    "stored as several leaves, wanted as one leaf: key",
-    "stored as values that differ by rank, wanted as one: key",
+    "the checkpoint has several leaves, `like` one: key",
+    "the checkpoint has values that differ by rank, `like` one value: key",
 )
 ALIKE, LACKED = (
-    "stored as one value, wanted as values that differ by rank: key",
+    "the checkpoint has one value, `like` values that differ by rank: key",
     "that differ by rank, which `like` does not: key",
 )
 KINDS = {
