@@ -118,7 +118,7 @@ class _Capture:
             self._attributes = canonical(dict(attributes))
         except (TypeError, ValueError) as error:
             raise SpecError("attributes must be JSON", "attributes", found=str(error),
-                            remedy="Pass text, finite numbers, None, and lists and dicts of them") from None  # fmt: skip
+                            remedy="Pass text, finite numbers, None, lists and dicts of them") from None  # fmt: skip
         if "functional_ckpt" in attributes:
             raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
 
