@@ -142,6 +142,7 @@ def test_leaves_of_another_kind(name, tmp_path, fast, problems_of):
     assert remedy in str(problem)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
 def test_the_strict_planner_of_dcp_reports_in_one_warning_a_side(tmp_path):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
