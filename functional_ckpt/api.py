@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from functional_ckpt.arguments import check_save
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
@@ -73,8 +72,7 @@ def save(
     def check() -> None:
         check_save("save", state, path, policy, overwrite, attributes, progress)
 
-    with collector_paused():
-        return write(prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check), Tracker(progress))
+    return write(prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check), Tracker(progress))
 
 
 def async_save(
@@ -110,8 +108,7 @@ def async_save(
     def check() -> None:
         check_save("async_save", state, path, policy, overwrite, attributes, progress)
 
-    with collector_paused():
-        prepared = prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check)
+    prepared = prepare(state, path, policy, gather, overwrite, attributes, _PLANS, check)
     tracker = Tracker(progress)
     staged = stage(prepared, background, tracker)
     return start(lambda: write(staged, tracker), tracker)
@@ -143,8 +140,7 @@ def load(
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
     gather = _gather(process_group, policy, "sync")
-    with collector_paused():
-        return load_tree(like, path, policy, gather, progress)
+    return load_tree(like, path, policy, gather, progress)
 
 
 def diff(a: str | Path, b: str | Path) -> Any:

@@ -20,13 +20,11 @@ from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment
 from functional_ckpt.spec.tree import DictKey, has_prefix, map_leaves, unflatten
-from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_manifest
+from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
@@ -49,8 +47,7 @@ class StoredArray:
     """
 
     entry: ArrayEntry
-    _store: Store
-    _identity: object
+    _opened: Opened
 
     @property
     def key(self) -> str:
@@ -101,10 +98,19 @@ class StoredArray:
             For an index outside the array, or of a kind that numpy would call fancy.
         CorruptionError
             If a chunk is missing, or one that is read whole differs from its digest.
+        ReplacedError
+            If the checkpoint was replaced or removed since it was opened.
         """
         box, rest = _basic_index(index, self.shape, self.key)
+        with self._opened.guard():
+            values = self._read(box)
+        self._opened.check()
+        return values[rest]
+
+    def _read(self, box: Box) -> Array:
+        store = self._opened.store
         for chunk in self.entry.grid.touched(box):
-            problem = check_chunk(self._store, self.entry, chunk)
+            problem = check_chunk(store, self.entry, chunk)
             if problem is not None:
                 raise problem
         try:
@@ -114,9 +120,8 @@ class StoredArray:
                 "an array does not fit into memory", self.key, None, self.shape, found=str(error)
             ) from None
         reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
-        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], self._store, _BUDGET_NBYTES)
-        check_identity(self._store, self._identity)
-        return values[rest]
+        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], store, _BUDGET_NBYTES)
+        return values
 
     def torch(self) -> Any:
         """Return the whole array as a CPU tensor (needs torch)."""
@@ -137,14 +142,17 @@ class Checkpoint(Mapping[str, StoredArray]):
     (['w'], 'a', 7)
     """
 
-    manifest: Manifest
-    _store: Store
-    _identity: object
+    _opened: Opened
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it contains."""
+        return self._opened.manifest
 
     @property
     def url(self) -> str:
         """Where the checkpoint is."""
-        return self._store.url
+        return self._opened.store.url
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -156,7 +164,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         entry = self.manifest.by_key.get(key)
         if entry is None:
             raise KeyMismatchError("the checkpoint has no such array", key, remedy=self._remedy(key))
-        return StoredArray(entry, self._store, self._identity)
+        return StoredArray(entry, self._opened)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys of all arrays, sorted."""
@@ -206,7 +214,8 @@ class Checkpoint(Mapping[str, StoredArray]):
                 return leaf
             if leaf.key not in made:
                 if leaf.entry.codec is not None:
-                    made[leaf.key] = read_object(self._store, leaf.entry, classes)
+                    with self._opened.guard():
+                        made[leaf.key] = read_object(self._opened.store, leaf.entry, classes)
                 else:
                     made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
             return made[leaf.key]
@@ -220,6 +229,9 @@ class Checkpoint(Mapping[str, StoredArray]):
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a committed checkpoint; reads its manifest only.
 
+    On a file system its directory is kept open until nobody refers to the result or its arrays any more, so that no
+    other checkpoint is read in its stead.
+
     Raises
     ------
     NotACheckpointError, CorruptionError
@@ -232,9 +244,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://no-such, ...
     """
-    store = open_store(path)
-    identity = store.identity()
-    return Checkpoint(read_manifest(path), store, identity)
+    return Checkpoint(Opened.at(path))
 
 
 def _path(path: tuple[Any, ...] | None, key: str) -> tuple[Any, ...]:

@@ -34,8 +34,7 @@ from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_committed
+from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.wanted import Told, WantedKeys
 
@@ -52,41 +51,53 @@ def load_tree(
     CheckpointError
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
-    tracker = Tracker(progress)
-
-    opened: list[tuple[Store, object, Manifest]] = []
+    found: list[Opened] = []
 
     def open_it() -> str:
         check_load(like, path, policy, progress)
-        store = open_store(path)
-        identity = store.identity()
-        manifest, digest = read_committed(store)
-        opened.append((store, identity, manifest))
-        return digest
+        found.append(Opened.at(path))
+        return found[0].digest
 
-    digests = together(gather, open_it)
-    store, identity, manifest = opened[0]
-    if len(set(digests)) > 1:
-        raise PathNotSharedError("the ranks see different checkpoints under one path", path=store.url,
-                                 remedy="Load from a path on a file system that all ranks share")  # fmt: skip
-    seeker = _Seeker(manifest, store, policy, gather)
+    try:
+        digests = together(gather, open_it)
+        if len(set(digests)) > 1:
+            raise PathNotSharedError(
+                "the ranks see different checkpoints under one path", path=found[0].store.url,
+                remedy="If it is being overwritten, load it again; else load from a path that all ranks share",
+            )  # fmt: skip
+        return _load(like, found[0], policy, gather, Tracker(progress))
+    finally:
+        for opened in found:
+            opened.close()
+
+
+def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
+    seeker = _Seeker(opened.manifest, opened.store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> _Wish:
         tracker.enter("plan")
-        skeleton = seeker.seek(like)
-        kept.append((skeleton, seeker.plan()))
+        with opened.guard():
+            skeleton = seeker.seek(like)
+            kept.append((skeleton, seeker.plan()))
         return seeker.wish(kept[0][1])
 
     wishes = together(gather, plan)
     skeleton, load_plan = kept[0]
 
     def share() -> tuple[LoadPlan, Pieces | None]:
-        seeker.check(wishes)
+        with opened.guard():
+            seeker.check(wishes)
         return seeker.share(load_plan, wishes)
 
     mine, moved = agree(gather, share)
-    agree(gather, lambda: seeker.read(mine, moved, identity, tracker))
+
+    def read() -> None:
+        with opened.guard():
+            seeker.read(mine, moved, tracker)
+        opened.check()
+
+    agree(gather, read)
 
     def finish() -> Any:
         loaded = _resolved(skeleton)
@@ -183,7 +194,7 @@ class _Seeker:
         alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
-    def read(self, plan: LoadPlan, moved: Pieces | None, identity: object, tracker: Tracker) -> None:
+    def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
         budget, verify, failure = policy.budget_nbytes, policy.verify, None
@@ -201,7 +212,6 @@ class _Seeker:
             read_and_distribute(
                 moved, self.manifest.arrays, self.buffers, self.store, self.gather, budget, verify, tracker.add, failure
             )
-        check_identity(self.store, identity)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)

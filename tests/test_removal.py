@@ -36,11 +36,11 @@ def test_what_stays_is_brought_to_storage_before_it_takes_the_place(tmp_path, mo
     """The links lie in new directories, which a power cut would empty."""
     save({"w": tensor("w", W), "v": tensor("v", W)}, tmp_path / "a")
     done = []
-    for name in ("_sync_file_system", "sync_directory"):
+    for name in ("sync_file_system", "sync_directory"):
         real = getattr(files, name)
         monkeypatch.setattr(files, name, lambda path, real=real, name=name: (done.append(name), real(path)))
     remove_sharded_tensors(tmp_path / "a", "w")
-    assert done == ["_sync_file_system"]
+    assert done == ["sync_file_system"]
 
 
 # Stored under "tail": the others are names of it.

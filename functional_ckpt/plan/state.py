@@ -26,12 +26,12 @@ from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 
 __all__ = [
-    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part", "build_manifest",
-    "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
+    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part",
+    "build_manifest", "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
 ]  # fmt: skip
 
-# What `encode_value` makes of containers that hold nothing.
 _NO_ATTRIBUTES = "{}"
+#: What `encode_value` makes of containers that hold nothing.
 EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
 

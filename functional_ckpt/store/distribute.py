@@ -44,7 +44,7 @@ def read_and_distribute(
                 chunks.read(store, budget_nbytes, verify, on_bytes)
             except Exception as error:
                 failure = error
-        sent, failure = deliver(exchange, chunks.outgoing, chunks.incoming, failure)
+        sent, failure = deliver(exchange, chunks.outgoing(), chunks.incoming(), failure)
         traffic += sent
     if failure is not None:
         raise failure
@@ -70,18 +70,23 @@ class _Chunks:
 
     def __init__(self, wave: Wave, entries: Sequence[ArrayEntry], buffers: Sequence[Buffer]) -> None:
         self.wave, self.entries, self.buffers = wave, entries, buffers
-        self.incoming = {
-            rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.held.items()
-        }
-        self.outgoing = {
-            rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.foreign.items()
-        }
         self._found: dict[tuple[int, int], Array] = {}
+
+    # Made when asked for: messages that were kept here would tie a knot, and hold all memory until the collector runs.
+    def incoming(self) -> dict[int, Message]:
+        """Return the messages that come, by rank."""
+        wave = self.wave
+        return {rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.held.items()}
+
+    def outgoing(self) -> dict[int, Message]:
+        """Return the messages that leave, by rank."""
+        wave = self.wave
+        return {rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.foreign.items()}
 
     def read(self, store: Store, budget_nbytes: int, verify: str, on_bytes: Callable[[int], None] | None) -> None:
         """Read and check the chunks, and put the pieces that this rank wants."""
         rows = [*self.wave.here, *(row for foreign in self.wave.foreign.values() for row in foreign)]
-        wanted = dict.fromkeys((self.wave.rows[row].array, self.wave.rows[row].chunk) for row in rows)
+        wanted = dict.fromkeys(map(self.wave.place_of, rows))
         work = [self._work(store, verify, array, chunk) for array, chunk in wanted]
         # A wave's chunks take up to a third of the budget; its messages come when they are read.
         found: Any = run_all(work, 2 * budget_nbytes // 3, on_bytes)
@@ -103,9 +108,9 @@ class _Chunks:
         return values
 
     def _values(self, row: int) -> Array:
-        piece = self.wave.rows[row]
-        box = self.wave.box_of(piece.array, piece.chunk)
-        values: Array = self._found[piece.array, piece.chunk][self.wave.in_chunk(row, box)]
+        place = self.wave.place_of(row)
+        box = self.wave.box_of(*place)
+        values: Array = self._found[place][self.wave.in_chunk(row, box)]
         return values
 
     def _pack(self, rows: Sequence[int], _: Array) -> Array:

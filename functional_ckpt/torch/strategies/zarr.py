@@ -15,7 +15,6 @@ import numpy as np
 
 from functional_ckpt.api import async_save, load, save
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
 from functional_ckpt.pending import PendingSave
@@ -205,7 +204,6 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         """
         gather = torch_gather(self.process_group, self.policy.timeout_s, "sync")
 
-        @collector_paused()
         def ask() -> Request:
             reshaped = any(is_tensor(x) and x.allow_shape_mismatch for x in leaves_of(sharded_state_dict))
             entries = read_manifest(checkpoint_dir).by_key if reshaped else {}
