@@ -147,7 +147,7 @@ def _begin(
     try:
         site = together(gather, coordinate)[0]
         if site is None:
-            raise SpecError("no rank calls itself 0", rank=gather.rank)
+            raise SpecError("the group has no rank 0", rank=gather.rank)
         seen = agree(gather, lambda: seen_from(site, path, gather.rank))
     except BaseException as error:
         for mine in begun:
