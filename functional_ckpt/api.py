@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from functional_ckpt.capture import Captured, capture
 from functional_ckpt.collector import collector_paused
-from functional_ckpt.comm import Gather, LocalGather
+from functional_ckpt.comm import Gather, LocalGather, lane_of, turn_of
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
-from functional_ckpt.pending import PendingSave, start
+from functional_ckpt.pending import PendingSave, raise_dropped, start, wait_for_all
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
-from functional_ckpt.saving import prepare, stage, write
+from functional_ckpt.saving import Prepared, abandoning, prepare_captured, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
 
@@ -64,9 +65,10 @@ def save(
     ['model.w']
     """
     _refuse_base(base)
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    with collector_paused():
-        return write(prepare(state, path, policy, gather, overwrite, attributes), Tracker(progress))
+    wait_for_all()
+    gather = _gather(process_group, policy.timeout_s, "save", f"save of {named(path)}")
+    with turn_of(gather), collector_paused():
+        return write(_prepared(state, path, policy, gather, overwrite, attributes), Tracker(progress))
 
 
 def async_save(
@@ -96,13 +98,17 @@ def async_save(
     16
     """
     _refuse_base(base)
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    background = _gather(process_group, policy.timeout_s, "async")
-    with collector_paused():
-        prepared = prepare(state, path, policy, gather, overwrite, attributes)
+    what = f"async_save of {named(path)}"
+    gather = _gather(process_group, policy.timeout_s, "async_save", what)
     tracker = Tracker(progress)
-    staged = stage(prepared, background, tracker)
-    return start(lambda: write(staged, tracker), tracker)
+    with turn_of(gather):
+        with collector_paused():
+            prepared = _prepared(state, path, policy, gather, overwrite, attributes)
+        with abandoning(prepared):
+            once = prepared.site.save_id
+            background = _gather(process_group, policy.timeout_s, "background", what, once)
+            staged = stage(prepared, background, tracker)
+        return start(lambda: _written(staged, tracker), tracker, lane_of(gather))
 
 
 def load(
@@ -130,8 +136,8 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    with collector_paused():
+    gather = _gather(process_group, policy.timeout_s, "load", f"load of {named(path)}")
+    with turn_of(gather), collector_paused():
         return load_tree(like, path, policy, gather, progress)
 
 
@@ -152,7 +158,40 @@ def _refuse_base(base: object) -> None:
         raise NotImplementedYet("incremental saves come with a later release", remedy="Leave base=None")
 
 
-def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
+def named(path: str | Path) -> str:
+    """Return what a path is called, on whatever mount.
+
+    Examples
+    --------
+    >>> named("/data/run/step-100/")
+    "'step-100'"
+    """
+    return repr(str(path).rstrip("/").rpartition("/")[2])
+
+
+def _prepared(
+    state: Any,
+    path: str | Path,
+    policy: SavePolicy,
+    gather: Gather,
+    overwrite: bool,
+    attributes: Mapping[str, Any] | None,
+) -> Prepared:
+    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for."""
+
+    def describe() -> Captured:
+        raise_dropped()
+        return capture(state, gather, policy, overwrite, attributes)
+
+    return prepare_captured(describe, path, policy, gather, overwrite)
+
+
+def _written(staged: Prepared, tracker: Tracker) -> Manifest:
+    with turn_of(staged.gather):
+        return write(staged, tracker)
+
+
+def _gather(process_group: Any, timeout_s: float, purpose: str, what: str, once: str | None = None) -> Gather:
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:
@@ -161,7 +200,7 @@ def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
                             remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group")
-    return cast("Gather", group.torch_gather(process_group, timeout_s, purpose))
+    return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))
 
 
 def _is_torch_group(value: object) -> bool:

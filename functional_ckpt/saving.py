@@ -6,7 +6,7 @@ Every step runs on all ranks through `together`, so that one rank's failure is e
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.capture import Captured, capture
+from functional_ckpt.capture import Captured
 from functional_ckpt.comm import Gather, LocalGather, agree, together
 from functional_ckpt.errors import (
     CheckpointWarning,
@@ -45,7 +45,7 @@ __all__ = [
     "Prepared",
     "Written",
     "abandon_written",
-    "prepare",
+    "abandoning",
     "prepare_captured",
     "publish_alone",
     "publish_written",
@@ -75,30 +75,18 @@ class Prepared:
     started: float
 
 
-def prepare(
-    tree: Any,
-    path: str | Path,
-    policy: SavePolicy,
-    gather: Gather,
-    overwrite: bool,
-    attributes: Mapping[str, Any] | None,
+def prepare_captured(
+    describe: Callable[[], Captured], path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
 ) -> Prepared:
-    """Agree with all ranks on the save and create the place to write to; nothing is written yet.
+    """Agree with all ranks on the save of what `describe` describes, and create the place to write to.
+
+    Nothing is written yet.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank has a problem.
     """
-    return prepare_captured(
-        lambda: capture(tree, gather, policy, overwrite, attributes), path, policy, gather, overwrite
-    )
-
-
-def prepare_captured(
-    describe: Callable[[], Captured], path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
-) -> Prepared:
-    """Do what `prepare` does for a state that `describe` describes."""
     started = time.time()
     planner = Planner(path, policy, gather)
     agreed, held = planner.agree(describe)
@@ -139,8 +127,7 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
         wanted = set(mine.pieces.shard[mine.pieces.source == prepared.gather.rank].tolist())
         return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
 
-    with _abandoning(prepared):
-        buffers = agree(prepared.gather, copy)
+    buffers = agree(prepared.gather, copy)
     return attrs.evolve(prepared, buffers=buffers, gather=background)
 
 
@@ -175,7 +162,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
     gather = prepared.gather
     mine = prepared.mine
-    with _abandoning(prepared):
+    with abandoning(prepared):
         store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
     budget = prepared.policy.budget_nbytes
 
@@ -191,7 +178,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
         tracker.enter("digest")
         return digest_shared(mine, store, budget)
 
-    with _abandoning(prepared):
+    with abandoning(prepared):
         receipts = together(gather, write_mine)
         digested = receipts
         if any(array.layout.rung == "shared" for array in prepared.arrays):
@@ -211,7 +198,7 @@ def publish_written(written: Written) -> Manifest:
     CheckpointError
         On every rank, if it cannot be published; what was written is removed then.
     """
-    with _abandoning(written.prepared):
+    with abandoning(written.prepared):
         _publish(written)
     if written.prepared.claim is not None:
         written.prepared.claim.release()
@@ -263,7 +250,7 @@ def _publish(written: Written) -> None:
 
 
 @contextmanager
-def _abandoning(prepared: Prepared) -> Iterator[None]:
+def abandoning(prepared: Prepared) -> Iterator[None]:
     """Remove on rank 0 what a failing save has written."""
     try:
         yield
