@@ -117,9 +117,10 @@ class _Capture:
         try:
             self._attributes = canonical(dict(attributes))
         except (TypeError, ValueError) as error:
-            raise SpecError("attributes must be JSON", "attributes", found=str(error)) from None
+            raise SpecError("attributes must be JSON", "attributes", found=str(error),
+                            remedy="Pass text, finite numbers, None, lists and dicts of them") from None  # fmt: skip
         if "functional_ckpt" in attributes:
-            raise SpecError("this attribute name is ours", "functional_ckpt", remedy="Rename the attribute")
+            raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
 
     def add(self, path: Path, leaf: Any) -> None:
         """Collect one leaf."""

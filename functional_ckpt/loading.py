@@ -232,12 +232,12 @@ class _Seeker:
             self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError("stored as an object, wanted as an array", key,
+                raise SpecError("the checkpoint has an object, `like` an array", key,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return read_object(self.store, entry, self.policy.safe_globals)
         if key in self._values:
             if adapter is not None:
-                raise SpecError("stored as a plain value, wanted as an array", key, found=self._values[key].text,
+                raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
@@ -247,7 +247,7 @@ class _Seeker:
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
             raise SpecError(
-                "stored as an array, wanted as a plain value", key, None, entry.spec.shape, None, None,
+                "the checkpoint has an array, `like` a plain value", key, None, entry.spec.shape, None, None,
                 type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
             )  # fmt: skip
         return self._array_leaf(key, entry, leaf, adapter)
@@ -277,7 +277,7 @@ class _Seeker:
         elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
             entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
         ):  # fmt: skip
-            raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
+            raise SpecError("two leaves of `like` share one memory, and the checkpoint has two arrays", key,
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
@@ -290,11 +290,11 @@ class _Seeker:
         else:
             self.keys.use_below(key)
             if key in self._per_rank:
-                raise SpecError("stored as values that differ by rank, wanted as one", key,
+                raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
                                 remedy="Put a PerRank(...) there in `like`")  # fmt: skip
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
             raise SpecError(
-                "stored as several leaves, wanted as one leaf", key, found=type(leaf).__name__,
+                "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
                 remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
             )  # fmt: skip
         return leaf
@@ -305,7 +305,7 @@ class _Seeker:
             key = self.policy.stored_key(key)
             if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
                 self.keys.use_below(key)
-                raise SpecError("stored as one value, wanted as values that differ by rank", key,
+                raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
                                 remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
             self.keys.miss(key)
             return leaf
