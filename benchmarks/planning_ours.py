@@ -1,8 +1,7 @@
 """What a rank of ours computes for one save; the functions that know today's planning, each a few lines.
 
 Every rank computes it, where DCP has a coordinator. As with DCP: what ranks send is made outside of the timing, what
-travels is not counted, and what has to be unpickled, planned and written down is. The collector is paused, as `save`
-does it.
+travels is not counted, and what has to be unpickled, planned and written down is.
 """
 
 import pickle
@@ -14,7 +13,6 @@ import numpy as np
 
 from benchmarks.planning_world import COLUMNS, DTYPE, RowCuts
 from benchmarks.stages import Stages
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.plan.agreement import Basis, contents_agree, propose, world_digest
 from functional_ckpt.plan.local import plan_local_save
 from functional_ckpt.plan.save import SavePlan
@@ -45,16 +43,15 @@ def plan_all(cuts: RowCuts) -> dict[str, float]:
     """Return the CPU seconds of each stage."""
     stages = Stages()
     messages = [_message(cuts, rank) for rank in range(cuts.ranks)]
-    with collector_paused():
-        with stages("gather"):
-            parts = gathered(messages)
-        messages.clear()
-        with stages("plan"):
-            structures = [(rank, part.structure()) for rank, part in parts]
-            plan = plan_gathered(_basis(parts[0][1], cuts.ranks), structures, POLICY.budget_nbytes)
-        messages = _receipts(plan, cuts.ranks)
-        with stages("metadata"):
-            _manifest(plan, messages)
+    with stages("gather"):
+        parts = gathered(messages)
+    messages.clear()
+    with stages("plan"):
+        structures = [(rank, part.structure()) for rank, part in parts]
+        plan = plan_gathered(_basis(parts[0][1], cuts.ranks), structures, POLICY.budget_nbytes)
+    messages = _receipts(plan, cuts.ranks)
+    with stages("metadata"):
+        _manifest(plan, messages)
     return stages.cpu_s
 
 
@@ -68,7 +65,7 @@ def plan_again(cuts: RowCuts) -> dict[str, float]:
     world = world_digest(said, POLICY.budget_nbytes)
     messages = [pickle.dumps(attrs.evolve(proposal, planned=world)) for proposal in said]
     structure, _ = merge_structures([(0, state.structure())])
-    with collector_paused(), stages("plan"):
+    with stages("plan"):
         proposals = [pickle.loads(message) for message in messages]
         remembered = world_digest(proposals, POLICY.budget_nbytes) == world
         if not (remembered and contents_agree(proposals) and all(p.planned == world for p in proposals)):

@@ -79,3 +79,26 @@ def test_a_load_leaves_nothing_to_the_collector(read_once: bool, tmp_path: Path)
 
     loading()
     assert left_by(loading) == {}
+
+
+@pytest.mark.parametrize("name", ["save", "async_save", "load"])
+def test_the_collector_works_as_the_user_wants_it(name: str, tmp_path: Path) -> None:
+    """What it is set to counts while we work, too, and stays."""
+    before, state, seen = gc.get_threshold(), {"w": WHOLE.copy()}, []
+    fc.save(state, tmp_path / "load")
+
+    def look(_: object) -> None:
+        seen.append((gc.isenabled(), gc.get_threshold()))
+        gc.disable()
+        gc.set_threshold(555, 5, 6)
+
+    gc.set_threshold(777, 7, 8)
+    try:
+        done = getattr(fc, name)(state, tmp_path / name, progress=look)
+        if name == "async_save":
+            done.result()
+        assert seen[0] == (True, (777, 7, 8))
+        assert (gc.isenabled(), gc.get_threshold()) == (False, (555, 5, 6))
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)

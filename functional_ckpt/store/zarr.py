@@ -112,9 +112,22 @@ class MemoryStore:
             found = self._kv().list().result()
         yield from (key.decode() for key in found)
 
-    def identity(self) -> object:
-        """Return None: a checkpoint in memory is never replaced."""
-        return None
+    def pinned(self) -> "MemoryStore":
+        """Return the store itself: its root has no other name."""
+        return self
+
+    def unpin(self) -> None:
+        """Do nothing."""
+
+    def is_current(self) -> bool:
+        """Return True."""
+        return True
+
+    def stamp(self, name: str) -> object:
+        """Return the generation of an object."""
+        with storage_errors("looking at", name):
+            found = self._kv().read(name).result()
+        return found.stamp.generation if found.state == "value" else None
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
