@@ -49,7 +49,7 @@ def try_one(place, case, refusal):
     mode, durability, start = CASES[case]
     make_place(place, mode)
     before = check_place(place, mode)
-    said, failed = [], ""
+    said, failed, told = [], "", ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -57,10 +57,10 @@ def try_one(place, case, refusal):
                 run_save(place, mode, durability, start)
         except errors.CheckpointError as error:  # and nothing else
             failed = "".join(traceback.format_exception(error))
-            first = refusal.refused.split()[0]
-            assert f"refused {first}" in str(error) or first not in TOLD, (failed, refusal.refused)
-            said = notes_of(error)
+            told, said = str(error), notes_of(error)
     said += [str(warning.message) for warning in caught]
+    first = (refusal.refused or "none").split()[0]
+    assert not failed or f"refused {first}" in told or first not in TOLD, (failed, refusal.refused)
     about = (case, refusal.at, refusal.how, refusal.refused, failed, said)
     assert all("refused" in text for text in said), about
     # The caller is told truly which checkpoint is there.
