@@ -5,8 +5,20 @@ import traceback
 import warnings
 
 from functional_ckpt import async_save, errors, save
+from functional_ckpt.testing.simulate import try_ranks
 from tests.effects import Refusal, watched
 from tests.places import check_place, check_recovery, everything, make_place, run_save, whole
+
+
+def save_by_two(*arguments, **options):
+    """Save from two ranks that hold the same, each of which writes some; they fail together, if they fail."""
+    outcomes = try_ranks(2, lambda gather: save(*arguments, process_group=gather, **options))
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert len(failed) in (0, 2), outcomes
+    assert all(isinstance(error, errors.CheckpointError) for error in failed), outcomes
+    if failed:
+        raise failed[0]
+
 
 #: How a call is refused -> the error. Where all that follow are refused too, the disk has failed or is full.
 HOWS = {"once": errno.EIO, "onwards": errno.ENOSPC, "after": errno.EIO}
@@ -18,6 +30,8 @@ CASES = {
     "marker": ("marker", "fsync", save),
     "marker syncfs": ("marker", "syncfs", save),
     "async": ("overwrite", "fsync", lambda *arguments, **options: async_save(*arguments, **options).result(60)),
+    "two ranks": ("overwrite", "fsync", save_by_two),
+    "two ranks marker": ("marker", "syncfs", save_by_two),
 }
 
 
