@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import attrs
 import torch.distributed as dist
@@ -176,7 +176,7 @@ def _lane(parent: Any, rank: int, members: tuple[int, ...], name: str, once: str
 
 
 def _board(parent: Any) -> Board:
-    if _FORKED:
+    if dist.group.WORLD in _FORKED:
         raise SpecError(
             "this process was forked from a rank, and is none itself", rank=dist.get_rank(),
             remedy="Pass process_group=functional_ckpt.comm.LocalGather() there",
@@ -205,14 +205,15 @@ def _store_of(group: Any) -> Any:
 
 _BOARDS: "WeakKeyDictionary[Any, Board]" = WeakKeyDictionary()
 _LANES: "WeakKeyDictionary[Any, dict[str, Lane]]" = WeakKeyDictionary()
-#: Not empty in a process forked from one that has torch and this module.
-_FORKED: list[int] = []
+#: In a forked process, the default group of its parent.
+_FORKED: "WeakSet[Any]" = WeakSet()
 
 
 def _forget() -> None:
     """Close what was inherited: connections stay open as long as any process holds them."""
     hang_up()
-    _FORKED.append(os.getpid())
+    if dist.is_available() and dist.is_initialized():
+        _FORKED.add(dist.group.WORLD)
 
 
 os.register_at_fork(after_in_child=_forget)
