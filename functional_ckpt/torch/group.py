@@ -1,6 +1,5 @@
 """A torch process group as a `Gather`."""
 
-import atexit
 import os
 import pickle
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import RankFailedError, SpecError
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.board import Board
-from functional_ckpt.torch.lane import Call, Lane, hang_up
+from functional_ckpt.torch.lane import Call, Lane
 
 __all__ = ["Link", "TorchGather", "member_link", "torch_gather"]
 
@@ -210,11 +209,11 @@ _FORKED: "WeakSet[Any]" = WeakSet()
 
 
 def _forget() -> None:
-    """Close what was inherited: connections stay open as long as any process holds them."""
-    hang_up()
+    """Remember of which group this process is no member; its lanes and boards are the parent's."""
+    _LANES.clear()
+    _BOARDS.clear()
     if dist.is_available() and dist.is_initialized():
         _FORKED.add(dist.group.WORLD)
 
 
 os.register_at_fork(after_in_child=_forget)
-atexit.register(hang_up)
