@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
     from functional_ckpt.store.sweep import sweep
 
+    __version__: str
+
 _MODULES = {
     "async_save": "api",
     "diff": "api",
@@ -91,6 +93,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "errors":
         return importlib.import_module("functional_ckpt.errors")
     if name not in _MODULES:
@@ -101,4 +105,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    metadata = importlib.import_module("importlib.metadata")  # here: it is slow to import
+    try:
+        return str(metadata.version("functional_ckpt"))
+    except metadata.PackageNotFoundError:  # the source tree, not installed
+        return "0+unknown"

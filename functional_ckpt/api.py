@@ -6,18 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from functional_ckpt.arguments import check_save
 from functional_ckpt.capture import Captured, capture
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, lane_of, turn_of
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
 from functional_ckpt.pending import PendingSave, raise_dropped, start, wait_for_all
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.saving import Prepared, abandoning, prepare_captured, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
+
+_PLANS = PlanMemory()
 
 
 def save(
@@ -65,10 +68,14 @@ def save(
     ['model.w']
     """
     _refuse_base(base)
+
+    def check() -> None:
+        check_save("save", state, path, policy, overwrite, attributes, progress)
+
     wait_for_all()
-    gather = _gather(process_group, policy.timeout_s, "save", f"save of {named(path)}")
-    with turn_of(gather), collector_paused():
-        return write(_prepared(state, path, policy, gather, overwrite, attributes), Tracker(progress))
+    gather = _gather(process_group, policy, "save", f"save of {named(path)}")
+    with turn_of(gather):
+        return write(_prepared(state, path, policy, gather, overwrite, attributes, check), Tracker(progress))
 
 
 def async_save(
@@ -98,15 +105,18 @@ def async_save(
     16
     """
     _refuse_base(base)
+
+    def check() -> None:
+        check_save("async_save", state, path, policy, overwrite, attributes, progress)
+
     what = f"async_save of {named(path)}"
-    gather = _gather(process_group, policy.timeout_s, "async_save", what)
+    gather = _gather(process_group, policy, "async_save", what)
     tracker = Tracker(progress)
     with turn_of(gather):
-        with collector_paused():
-            prepared = _prepared(state, path, policy, gather, overwrite, attributes)
+        prepared = _prepared(state, path, policy, gather, overwrite, attributes, check)
         with abandoning(prepared):
             once = prepared.site.save_id
-            background = _gather(process_group, policy.timeout_s, "background", what, once)
+            background = _gather(process_group, policy, "background", what, once)
             staged = stage(prepared, background, tracker)
         return start(lambda: _written(staged, tracker), tracker, lane_of(gather))
 
@@ -136,8 +146,8 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = _gather(process_group, policy.timeout_s, "load", f"load of {named(path)}")
-    with turn_of(gather), collector_paused():
+    gather = _gather(process_group, policy, "load", f"load of {named(path)}")
+    with turn_of(gather):
         return load_tree(like, path, policy, gather, progress)
 
 
@@ -176,14 +186,19 @@ def _prepared(
     gather: Gather,
     overwrite: bool,
     attributes: Mapping[str, Any] | None,
+    check: Callable[[], None],
 ) -> Prepared:
-    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for."""
+    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for.
+
+    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
+    """
 
     def describe() -> Captured:
+        check()
         raise_dropped()
         return capture(state, gather, policy, overwrite, attributes)
 
-    return prepare_captured(describe, path, policy, gather, overwrite)
+    return prepare_captured(describe, path, policy, gather, overwrite, _PLANS)
 
 
 def _written(staged: Prepared, tracker: Tracker) -> Manifest:
@@ -191,7 +206,9 @@ def _written(staged: Prepared, tracker: Tracker) -> Manifest:
         return write(staged, tracker)
 
 
-def _gather(process_group: Any, timeout_s: float, purpose: str, what: str, once: str | None = None) -> Gather:
+def _gather(
+    process_group: Any, policy: SavePolicy | LoadPolicy, purpose: str, what: str, once: str | None = None
+) -> Gather:
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:
@@ -200,6 +217,8 @@ def _gather(process_group: Any, timeout_s: float, purpose: str, what: str, once:
                             remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group")
+    # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
+    timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))
 
 

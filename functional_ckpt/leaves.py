@@ -133,9 +133,7 @@ class NumpyLeaves:
                 "a subclass of numpy.ndarray would lose what it adds", key, found=type(leaf).__name__,
                 remedy="Save numpy.asarray of it",
             )  # fmt: skip
-        name = dtype_name(leaf.dtype, key)
-        array = np.asarray(leaf, dtype=numpy_dtype(name))  # copies only another byte order
-        return _whole(key, array, _identity(leaf))
+        return _whole(key, np.asarray(leaf), _identity(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""

@@ -52,25 +52,32 @@ def trees(world, buffers):
     return found
 
 
-def save_world(world, arrays, path, policy=FAST):
-    states = trees(world, model.deal(world, arrays))
+def save_world(world, arrays, path, policy=FAST, order="="):
+    states = trees(world, ordered(model.deal(world, arrays), order))
     return run_ranks(
         world.size,
         lambda gather: functional_ckpt.save(states[gather.rank], path, policy=policy, process_group=gather),
     )[0]
 
 
-def load_world(world, arrays, path, policy=None):
+def ordered(buffers, order):
+    """Return buffers of another byte order, where their data type has one."""
+    return tuple(
+        tuple(x.astype(x.dtype.newbyteorder(order)) if x.dtype.isbuiltin != 2 else x for x in rank) for rank in buffers
+    )
+
+
+def load_world(world, arrays, path, policy=None, order="="):
     """Load into buffers that start out as ones; return them as `model.deal` would."""
     policy = policy or LoadPolicy(strict="ignore")
     ones = {key: np.ones_like(array, np.uint8).astype(array.dtype) for key, array in arrays.items()}
-    buffers = model.deal(world, ones)
+    buffers = ordered(model.deal(world, ones), order)
     likes = trees(world, buffers)
     run_ranks(
         world.size,
         lambda gather: functional_ckpt.load(likes[gather.rank], path, policy=policy, process_group=gather),
     )
-    return buffers
+    return ordered(buffers, "=")
 
 
 @st.composite
@@ -91,22 +98,27 @@ def whole_world(array):
 
 
 SCALAR = ArraySpec("s", (), "bfloat16")
+INTS = ArraySpec("i", (3,), "int32")
 FLAT = World([[ShardSpec(SCALAR, SCALAR.box, 0, (0, 0))], [ShardSpec(SCALAR, SCALAR.box, 0, (0, 1))]])
 
 
+ORDERS = st.tuples(st.sampled_from("=>"), st.sampled_from("=>"))
+
+
 @FEWER
-@given(reshardings(), fst.policies())
-@example((FLAT, whole_world(SCALAR), {"s": model.positions(SCALAR)}), FAST)
-def test_w1_any_world_loads_what_any_other_saved(case, policy):
+@given(reshardings(), fst.policies(), ORDERS)
+@example((FLAT, whole_world(SCALAR), {"s": model.positions(SCALAR)}), FAST, "==")
+@example((whole_world(INTS), whole_world(INTS), {"i": model.positions(INTS)}), FAST, ">=")
+def test_w1_any_world_loads_what_any_other_saved(case, policy, orders):
     source, target, arrays = case
     with directory() as path:
-        manifest = save_world(source, arrays, path, policy)
+        manifest = save_world(source, arrays, path, policy, orders[0])
         for entry in manifest.arrays:
             event(f"rung: {entry.layout.rung}")
         expected = model.deal(target, arrays)
         for verify, once in (("full", False), ("covered", True)):
             policy = LoadPolicy(strict="ignore", verify=verify, read_once=once, budget_nbytes=2**10)
-            found = load_world(target, arrays, path, policy)
+            found = load_world(target, arrays, path, policy, orders[1])
             for rank, shards in enumerate(target.ranks):
                 for at, shard in enumerate(shards):
                     same = model.bits(found[rank][at]) == model.bits(expected[rank][at])

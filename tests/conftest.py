@@ -1,6 +1,7 @@
 """What the tests share: equality of states, the problems of a failed call, arrays in pieces. Does not import torch."""
 
 from collections import OrderedDict
+from math import prod
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from functional_ckpt.comm import GatherOnly
 from functional_ckpt.errors import CheckpointError, CheckpointErrors
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.store.encoding import dtype_name
+from functional_ckpt.store.encoding import dtype_name, numpy_dtype
+from functional_ckpt.testing.values import special_words
 
 FAST = SavePolicy(durability="none")
 
@@ -117,5 +119,16 @@ def plain_tree():
             step=seed,
             lr=[0.1 * seed, None, (1, 2.5)],
         )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def specials():
+    """Return a numpy array of values that lossy code changes."""
+
+    def make(dtype, shape=(3, 4)):
+        kind, words = numpy_dtype(dtype), special_words(dtype)
+        return np.resize(words, prod(shape) * kind.itemsize // words.itemsize).view(kind).reshape(shape)
 
     return make

@@ -35,7 +35,6 @@ from functional_ckpt.torch.serialization import (  # noqa: E402
     load_plain_tensors,
     load_sharded_metadata,
     load_tensors_metadata,
-    remove_sharded_tensors,
     save,
 )
 from functional_ckpt.torch.strategies.base import (  # noqa: E402
@@ -143,20 +142,6 @@ def test_content_metadata_is_not_put_into_the_callers_dict(tmp_path):
     source = {"step": 1}
     save(source, tmp_path, content_metadata={"a": 1})
     assert source == {"step": 1}
-
-
-@pytest.mark.parametrize("prefix", ["layers", "m/", "w1.up", ""])
-def test_tensors_of_any_prefix_are_removed(tmp_path, prefix):
-    path = tmp_path / "a"
-    save(state(), path)
-    (path / "notes.txt").write_text("kept")
-    keys = {*load_tensors_metadata(path)}
-    remove_sharded_tensors(path, prefix)
-    assert {*load_tensors_metadata(path)} == {key for key in keys if not key.startswith(prefix)}
-    assert functional_ckpt.verify(path).ok
-    assert (path / "notes.txt").read_text() == "kept"
-    assert load({"rng": state()["rng"]}, path, validate_access_integrity=False)["step"] == 3
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 def cuts(*at):

@@ -3,13 +3,14 @@
 A fragment of it is named by its `shape` and the element `run` at which it begins; a region is slices within a fragment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, Protocol
 
 import attrs
 import numpy as np
 
+from functional_ckpt.spec.strided import View
 from functional_ckpt.store.encoding import Array
 
 __all__ = ["WHOLE", "Buffer", "HostBuffer", "region_of"]
@@ -19,10 +20,13 @@ class Buffer(Protocol):
     """Memory that fragments lie in."""
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
-        """Return the fragment as a numpy view of the memory itself, or None where the host cannot address it."""
+        """Return the fragment as a numpy view of the memory itself, or None where the host cannot address it.
+
+        It may be of another byte order.
+        """
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
-        """Return the elements of a region on the host: a view or a copy."""
+        """Return the elements of a region on the host, in the host's byte order: a view or a copy."""
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Set the elements of a region, converting the data type."""
@@ -30,10 +34,13 @@ class Buffer(Protocol):
     def staged(self) -> "Buffer":
         """Return a copy on the host that later changes of this memory do not reach."""
 
+    def memory(self) -> tuple[Hashable, View]:
+        """Return where the memory is: a space of addresses (None for the host's), and which bytes there."""
+
 
 @attrs.frozen(eq=False)
 class HostBuffer:
-    """A numpy array, of any strides unless fragments of it start at a run (then C-contiguous).
+    """A numpy array of any byte order, and of any strides unless fragments of it start at a run (then C-contiguous).
 
     Examples
     --------
@@ -53,9 +60,9 @@ class HostBuffer:
         return self.array.reshape(-1)[run : run + size].reshape(shape)
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
-        """Return a region as a view."""
+        """Return a region as a view, or as a copy where the bytes have to change places."""
         values: Array = self.view(shape, run)[region]
-        return values
+        return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Copy `values` into a region."""
@@ -64,6 +71,14 @@ class HostBuffer:
     def staged(self) -> "HostBuffer":
         """Return a copy."""
         return HostBuffer(np.array(self.array, order="C"))
+
+    def memory(self) -> tuple[Hashable, View]:
+        """Return where the array is."""
+        array = self.array
+        address = array.__array_interface__["data"][0]
+        if array.flags.c_contiguous:
+            return None, View.of_bytes(address, array.nbytes)
+        return None, View(address, array.shape, array.strides, array.itemsize)
 
 
 #: The whole of a fragment, whatever its rank.

@@ -12,7 +12,7 @@ from functional_ckpt.capture import Captured
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError, raise_problems
 from functional_ckpt.leaves import NumpyLeaves
 from functional_ckpt.plan.manifest import ValueEntry, canonical
-from functional_ckpt.plan.state import ArrayLeaf, LocalState
+from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec
@@ -64,6 +64,7 @@ class _Items:
         self._leaves: dict[str, ArrayLeaf] = {}
         self._regions: dict[str, list[_Item]] = {}
         self._values: list[ValueEntry] = []
+        self._copies: list[CopyDigest] = []
 
     def add(self, item: WriteItem) -> None:
         """Collect one item."""
@@ -92,7 +93,7 @@ class _Items:
             numbers[leaf.key] = range(len(buffers), len(buffers) + len(regions))
             buffers += [region.buffer for region in regions]
             shards += () if leaf.is_copy else [ShardSpec(leaf.spec, region.box) for region in regions]
-        common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms)
+        common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms, copies=tuple(self._copies))
         return Captured(common, LocalState(terms=terms), tuple(buffers), numbers)
 
     def _add(self, leaf: ArrayLeaf, region: _Item) -> None:
@@ -100,9 +101,10 @@ class _Items:
         if (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
             raise SpecError("the items of one tensor disagree", leaf.key, self.rank, leaf.spec.shape, region.box.start,
                             (first.spec.shape, first.spec.dtype), (leaf.spec.shape, leaf.spec.dtype))  # fmt: skip
+        if leaf.is_copy and leaf.key in self._regions:
+            raise SpecError("the plan writes a whole tensor twice", leaf.key, self.rank, leaf.spec.shape)
         if leaf.is_copy and self.digested and self.policy.replicated == "check":
-            digest = content_digest(region.buffer, leaf.spec)
-            self._leaves[leaf.key] = attrs.evolve(leaf, copy_digest=digest)
+            self._copies.append(CopyDigest(leaf.spec, content_digest(region.buffer, leaf.spec)))
         self._regions.setdefault(leaf.key, []).append(region)
 
     def _add_bytes(self, key: str, stream: Any) -> None:

@@ -13,11 +13,11 @@ import attrs
 import torch.distributed as dist
 
 from functional_ckpt.api import named
-from functional_ckpt.capture import Captured
-from functional_ckpt.collector import RareCollection, collector_paused
+from functional_ckpt.capture import Captured, terms_of
 from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree, turn_of
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.saving import (
@@ -55,6 +55,7 @@ __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader",
 
 #: Objects that are no plain values are written too, as with DCP's own storage.
 _SAVE_POLICY = SavePolicy(object_codec="torch")
+_PLANS = PlanMemory()
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -94,7 +95,6 @@ class ZarrStorageWriter(StorageWriter):
         self._is_coordinator, self._with_collectives = False, True
         self._count = 0
         self._writing: Writing | None = None
-        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -121,9 +121,8 @@ class ZarrStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the role of this rank; DCP plans from here on."""
+        """Learn the role of this rank."""
         self._drop()
-        self._planning.begin()
         self._is_coordinator = is_coordinator
         self._with_collectives = bool(kwargs.get("use_collectives", True))
 
@@ -145,11 +144,7 @@ class ZarrStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         """Begin to write this rank's part, on a thread where others take part; nothing is visible yet."""
-        try:
-            return done(self._begun(plan, planner))
-        finally:
-            if self._writing is None:  # this rank is asked for nothing more
-                self._planning.end_soon()
+        return done(self._begun(plan, planner))
 
     def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
         link = self._link(plan)
@@ -161,8 +156,8 @@ class ZarrStorageWriter(StorageWriter):
             return held[0]
 
         def write(gather: Gather, described: Callable[[], Captured], tracker: Tracker) -> Written:
-            with turn_of(gather), collector_paused():
-                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite)
+            with turn_of(gather):
+                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite, _PLANS)
                 return write_parts(prepared, tracker)
 
         what, timeout_s = f"DCP save of {named(self.path)}", policy.timeout_s
@@ -200,16 +195,13 @@ class ZarrStorageWriter(StorageWriter):
             self._drop()
             raise
         self._writing = None
-        self._planning.end_soon()
         stamp(metadata, self.checkpoint_id)
 
     def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
         """Describe what this rank is to write."""
         keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
-        terms = f"dcp {(policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec)}"
-        terms = f"{terms} {policy.consolidate} overwrite={self.overwrite}"
-        with collector_paused():
-            return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
+        terms = f"dcp {terms_of(policy, self.overwrite)}"
+        return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
 
     def _link(self, plan: SavePlan) -> Link | LocalGather:
         """Return what connects this rank to the others that save."""
@@ -236,7 +228,6 @@ class ZarrStorageWriter(StorageWriter):
         if writing is not None:
             writing.abandon()
         abandon_left()
-        self._planning.end()
 
 
 #: Names of saves in the plans that this process has been given.

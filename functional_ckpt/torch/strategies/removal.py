@@ -4,25 +4,32 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
 
-from functional_ckpt.errors import KeyMismatchError
+from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, KeyMismatchError
+from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
-from functional_ckpt.store.encoding import node_name
-from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
+from functional_ckpt.store.commit import MANIFEST, ROOT, Site, abandon, add_notes, manifest_digest, root_metadata
+from functional_ckpt.store.directories import Identity, identity_of
+from functional_ckpt.store.encoding import array_metadata, node_name
+from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.target import exchange, synced
 
 __all__ = ["remove_arrays"]
 
 
 def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
     """Remove the arrays of these keys from the checkpoint at `path`, and nothing else that lies there.
+
+    Of tied arrays only the names are removed: the bytes go with the last of them, and until then belong to the first
+    that is left, by the order of text.
 
     A directory of hard links to what stays, with a manifest and root of its own, takes the place of the old one in one
     step. Killed before it, the old checkpoint stands, after it the new one; the rest is for `functional_ckpt.sweep`.
@@ -42,39 +49,82 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
     (['b'], True)
     """
     gone = frozenset(keys)
-    final = local_path(path).resolve()
+    with storage_errors("looking at", str(path)):
+        final = local_path(path).resolve()
+        seen = identity_of(final)
     manifest = read_manifest(final)
-    unknown = sorted(gone - {entry.spec.key for entry in manifest.arrays})
+    unknown = sorted(gone - manifest.by_key.keys())
     if unknown:
         raise KeyMismatchError("the checkpoint has no such array", unknown[0], path=str(final))
     if not gone:
         return
-    kept = tuple(entry for entry in manifest.arrays if entry.spec.key not in gone)
-    aliases = tuple(alias for alias in manifest.aliases if alias.target not in gone)
-    text = attrs.evolve(manifest, arrays=kept, aliases=aliases).to_json()
-    consolidated = "consolidated_metadata" in json.loads((final / ROOT).read_bytes())
-    root = root_metadata(attrs.evolve(manifest, arrays=kept, aliases=aliases), manifest_digest(text), consolidated)
-    _replace(final, {node_name(key) for key in gone}, {MANIFEST: text, ROOT: root})
+    left, moved = _without(manifest, gone)
+    text = left.to_json()
+    with storage_errors("reading", ROOT):
+        consolidated = "consolidated_metadata" in json.loads((final / ROOT).read_bytes())
+    files = {MANIFEST: text, ROOT: root_metadata(left, manifest_digest(text), consolidated)}
+    headers = {f"{node_name(e.spec.key)}/{ROOT}": array_metadata(e.spec, e.layout) for e in moved.values()}
+    nodes = {node_name(key) for key in gone}
+    renamed = {node_name(old): node_name(entry.spec.key) for old, entry in moved.items()}
+    _replace(final, seen, nodes, renamed, {**headers, **files})
 
 
-def _replace(final: Path, nodes: set[str], files: dict[str, bytes]) -> None:
-    """Exchange a directory for one without `nodes` and with other `files`."""
+def _without(manifest: Manifest, gone: frozenset[str]) -> tuple[Manifest, dict[str, ArrayEntry]]:
+    """Return a manifest without some keys; and by its old key each array that now belongs to another name of it."""
+    aliases = sorted((alias for alias in manifest.aliases if alias.key not in gone), key=lambda alias: alias.key)
+    heirs = {alias.target: alias for alias in reversed(aliases) if alias.target in gone}
+    moved = {
+        entry.spec.key: attrs.evolve(entry, spec=attrs.evolve(entry.spec, key=heir.key), path=heir.path)
+        for entry in manifest.arrays
+        if (heir := heirs.get(entry.spec.key)) is not None
+    }
+    kept = [*(entry for entry in manifest.arrays if entry.spec.key not in gone), *moved.values()]
+    still = [
+        attrs.evolve(alias, target=heirs[alias.target].key) if alias.target in heirs else alias
+        for alias in aliases
+        if alias is not heirs.get(alias.target)
+    ]
+    arrays = tuple(sorted(kept, key=lambda entry: entry.spec.key))
+    return attrs.evolve(manifest, arrays=arrays, aliases=tuple(still)), moved
+
+
+def _replace(
+    final: Path, seen: Identity | None, nodes: set[str], moved: Mapping[str, str], files: Mapping[str, bytes]
+) -> None:
+    """Exchange a directory for one without `nodes`, where the chunks of `moved` have other names, with new `files`.
+
+    `seen` tells the checkpoint that the files were made from.
+    """
     save_id = secrets.token_hex(8)
     work = final.parent / f".{final.name}.{save_id}.saving"
+    site = Site(str(final), str(work), "rename", save_id)
     with storage_errors("removing arrays", str(final)):
         claim = Claim.take(final.parent / f".{final.name}.{save_id}.claim", save_id)
-        try:
-            left_out = shutil.ignore_patterns(*files)
-            shutil.copytree(
-                final, work, symlinks=True, copy_function=os.link,
-                ignore=lambda at, names: {*nodes, *left_out(at, names)} if Path(at) == final else set(),
-            )  # fmt: skip
-            store = FileStore(work, "fsync")
+    try:
+        with storage_errors("removing arrays", str(final)):
+            _link_tree(final, work, {*nodes, *files})
+            for old, new in moved.items():
+                _link_tree(final / old, work / new, {ROOT})
+            # Links are new files in new directories: all of the file system is brought to storage at once.
+            store = FileStore(work, "syncfs")
             for name, data in files.items():
                 store.create(name, [memoryview(data)], len(data))
             store.flush()
-            exchange_paths(work, final)
-            sync_directory(final.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-            claim.release()
+            if identity_of(final) != seen:
+                raise AlreadyExistsError(
+                    "another checkpoint was saved here meanwhile", path=str(final), remedy="Remove from that one"
+                )
+            notes = exchange(work, final)
+    except BaseException as error:
+        add_notes(error, abandon(site, claim))
+        raise
+    for problem in (*notes, *synced(final.parent), *abandon(site, claim)):
+        warnings.warn(f"the arrays are removed, but {problem}", CheckpointWarning, stacklevel=3)
+
+
+def _link_tree(source: Path, target: Path, left_out: set[str]) -> None:
+    """Make a directory of hard links, without what lies in `source` itself under some names."""
+    shutil.copytree(
+        source, target, symlinks=True, copy_function=os.link,
+        ignore=lambda at, _: left_out if Path(at) == source else set(),
+    )  # fmt: skip

@@ -15,7 +15,6 @@ import numpy as np
 
 from functional_ckpt.api import async_save, load, named, save
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
 from functional_ckpt.pending import PendingSave
@@ -207,7 +206,6 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         what = f"load of sharded leaves from {named(checkpoint_dir)}"
         gather = torch_gather(self.process_group, self.policy.timeout_s, "load", what)
 
-        @collector_paused()
         def ask() -> Request:
             reshaped = any(is_tensor(x) and x.allow_shape_mismatch for x in leaves_of(sharded_state_dict))
             entries = read_manifest(checkpoint_dir).by_key if reshaped else {}
@@ -305,7 +303,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     """
 
     def __init__(self, *, safe_globals: Any = SAFE_GLOBALS) -> None:
-        self.safe_globals = safe_globals
+        self.safe_globals = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals).safe_globals
 
     @property
     def can_handle_sharded_objects(self) -> bool:
