@@ -35,6 +35,7 @@ from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.wanted import Told, WantedKeys
 
@@ -61,10 +62,8 @@ def load_tree(
     try:
         digests = together(gather, open_it)
         if len(set(digests)) > 1:
-            raise PathNotSharedError(
-                "the ranks see different checkpoints under one path", path=found[0].store.url,
-                remedy="If it is being overwritten, load it again; else load from a path that all ranks share",
-            )  # fmt: skip
+            remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
+            raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
         return _load(like, found[0], policy, gather, Tracker(progress))
     finally:
         for opened in found:
@@ -147,6 +146,7 @@ class _Seeker:
     def plan(self) -> LoadPlan:
         """Plan the reads and look for every chunk they need; `check` reports the problems."""
         entries = self.manifest.by_key
+        self._problems += memory_problems(self.shards, self.buffers, entries)
         try:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:

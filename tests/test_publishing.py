@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -167,6 +168,17 @@ def test_a_lost_private_directory_replaces_nothing(phase, durability, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_lost_chunk_is_found_before_publishing(tmp_path):
+    def lose():
+        (chunk,) = tmp_path.glob("*.saving/w/c.0")
+        chunk.unlink()
+
+    save(state(1), tmp_path / "a", policy=FAST)
+    with pytest.raises(errors.CorruptionError, match="missing"):
+        save(state(2), tmp_path / "a", policy=FAST, overwrite=True, progress=once("publish", lose))
+    assert step_of(tmp_path / "a") == 1
+
+
 def test_a_store_never_makes_its_root(tmp_path):
     with pytest.raises(StorageError):
         FileStore(tmp_path / "gone").create("manifest.json", [memoryview(b"{}")], 2)
@@ -199,8 +211,13 @@ def test_of_two_saves_the_one_that_began_last_stays(there, tmp_path):
 
 
 def test_saves_that_wait_for_one_another_replace_in_their_order(tmp_path):
+    begun = threading.Event()
     save(state(0), tmp_path / "a", policy=FAST)
-    pending = [async_save(state(step), tmp_path / "a", policy=FAST, overwrite=True) for step in (1, 2, 3)]
+    hold = once("publish", lambda: begun.wait(60))
+    pending = [
+        async_save(state(step), tmp_path / "a", policy=FAST, overwrite=True, progress=hold) for step in (1, 2, 3)
+    ]
+    begun.set()
     for save_ in pending:
         save_.result(60)
     assert step_of(tmp_path / "a") == 3

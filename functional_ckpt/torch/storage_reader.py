@@ -19,6 +19,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.torch.dcp import (
     LoadPlan,
@@ -166,6 +167,7 @@ class _Opened:
             stored = entries[key].spec.shape if key in entries else box.stop
             shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
             buffers += held.buffers
+        raise_problems(memory_problems(shards, buffers, entries))
         plan = plan_load(entries, shards, policy.cast)
         needed = {
             (entries[read.key].spec.key, index): entries[read.key]
