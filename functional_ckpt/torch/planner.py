@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.errors import (
     CastError,
     GapError,
@@ -155,6 +156,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, policy: LoadPolicy = LoadPolicy(), **options: Any) -> None:
+        check_policy(self, policy, LoadPolicy)
         options.setdefault("allow_partial_load", policy.strict.missing != "raise")
         super().__init__(**options)
         self.policy = policy

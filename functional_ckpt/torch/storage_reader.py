@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.loading import read_object
 from functional_ckpt.plan.load import plan_load
@@ -69,6 +70,7 @@ class ZarrStorageReader(StorageReader):
 
     def __init__(self, path: str | Path, *, policy: LoadPolicy = LoadPolicy()) -> None:
         super().__init__()
+        check_policy(self, policy, LoadPolicy)
         self.path, self.policy = path, policy
         self._opened: _Opened | None = None
 
