@@ -297,3 +297,16 @@ def test_policies_of_the_other_kind_for_dcp_and_strategies():
                     make(policy=policy)
     with pytest.raises(PolicyError, match="does not accept this overwrite"):
         ZarrStorageWriter("a", overwrite="no")
+
+
+@pytest.mark.parametrize("field", ["keys", "rename", "per_rank", "allow_shape_mismatch", "device", "read_once"])
+def test_fields_that_dcp_does_not_heed_are_refused(field):
+    pytest.importorskip("torch")
+    from functional_ckpt.torch.planner import StrictLoadPlanner
+    from functional_ckpt.torch.storage import ZarrStorageReader
+
+    values = {"keys": "model", "rename": {"a": "b"}, "per_rank": "first", "device": "cuda"}
+    policy = LoadPolicy(**{field: values.get(field, True)})
+    for make in (lambda **kw: ZarrStorageReader("a", **kw), StrictLoadPlanner):
+        with pytest.raises(PolicyError, match=f"does not accept this {field}: expected the default"):
+            make(policy=policy)
