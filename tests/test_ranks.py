@@ -129,7 +129,7 @@ def test_per_rank_error(three, size, problems_of):
 
     for problems in run_ranks(size, loading):
         assert [(type(p).__name__, p.key) for p in problems] == [("PerRankError", "rng")] * len(problems)
-        assert (problems[0].expected, problems[0].found) == ("3 ranks", f"{size} ranks")
+        assert (problems[0].expected, problems[0].found) == ("3 ranks", "1 rank" if size == 1 else f"{size} ranks")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
