@@ -27,7 +27,7 @@ SPEC = ArraySpec("w", (64, 24), "int32")
 WHOLE = np.arange(64 * 24, dtype="int32").reshape(64, 24)
 #: Two rows a chunk, and a rank assembles one or two chunks at a time.
 LAYOUT = fc.LayoutPolicy(target_chunk_nbytes=2 * 24 * 4, min_chunk_nbytes=2**20)
-TIMEOUT_S = 3
+TIMEOUT_S = 4
 POLICY = fc.SavePolicy(layout=LAYOUT, durability="none", budget_nbytes=3 * 400, timeout_s=launch.NEVER_S)
 IMPATIENT = fc.SavePolicy(layout=LAYOUT, durability="none", budget_nbytes=3 * 400, timeout_s=TIMEOUT_S)
 

@@ -16,7 +16,7 @@ from tests.mp.test_state import errors
 
 pytestmark = pytest.mark.mp
 
-TIMEOUT_S = 3
+TIMEOUT_S = 4
 HANG_S = TIMEOUT_S + 1.5
 EXCLUSIVE = fc.LayoutPolicy(min_chunk_nbytes=0)
 POLICY = fc.SavePolicy(layout=EXCLUSIVE, timeout_s=launch.NEVER_S)
@@ -281,12 +281,13 @@ def hang(path, rank, told):
         save(path, IMPATIENT)
 
 
-def again(path):
+def connected(path):
+    """Save under the policy of those that hang later, so that they have connected."""
     save(path, IMPATIENT)
 
 
 def test_a_rank_that_hangs_is_named_in_time(four, tmp_path, tmp_path_factory):
-    four.run(again, tmp_path / "before")
+    four.run(connected, tmp_path / "before")
     told = tmp_path_factory.mktemp("told")
     outcomes = four.outcomes(hang, tmp_path / "a", 2, told)
     assert (told / "all").exists()  # the others gave up while it still hung
@@ -296,7 +297,7 @@ def test_a_rank_that_hangs_is_named_in_time(four, tmp_path, tmp_path_factory):
             assert outcome.error.rank == (2,)
     # The rank that was late has lost its place to write to, and leaves nothing there.
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    four.run(again, tmp_path / "a")
+    four.run(save, tmp_path / "a")
     assert fc.verify(tmp_path / "a").ok
 
 
@@ -330,7 +331,7 @@ def test_a_rank_that_dies_is_named_at_once(four, tmp_path, rank, name):
     if rank == 0:  # nobody is left to clean up but the next sweep
         assert len(fc.sweep(tmp_path)) > 0
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    four.run(again, tmp_path / "a")
+    four.run(save, tmp_path / "a")
     assert fc.verify(tmp_path / "a").ok
 
 
