@@ -87,7 +87,8 @@ MUTANTS = (
     ),
     Mutant(
         "a rank that holds a shard twice writes it twice", "torch/strategies/fully_parallel.py",
-        "            left.discard(place)", "            pass", ("tests/test_strategies.py", "tests/mp/test_fully_parallel.py"),
+        "            left.discard(place)", "            pass",
+        ("tests/test_strategies.py", "tests/mp/test_fully_parallel.py"),
     ),
     Mutant(
         "a key may be stored where the root is made", "store/encoding.py",
