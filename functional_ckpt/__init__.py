@@ -11,6 +11,7 @@ Examples
 """
 
 import importlib
+import threading  # noqa: F401 - imported for the first time at exit, it does not know that no thread is waited for
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

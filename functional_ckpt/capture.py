@@ -1,7 +1,7 @@
 """From a state tree to a `LocalState` and the buffers behind it: what a rank says of its leaves."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -117,9 +117,10 @@ class _Capture:
         try:
             self._attributes = canonical(dict(attributes))
         except (TypeError, ValueError) as error:
-            raise SpecError("attributes must be JSON", "attributes", found=str(error)) from None
+            raise SpecError("attributes must be JSON", "attributes", found=str(error),
+                            remedy="Pass text, finite numbers, None, lists and dicts of them") from None  # fmt: skip
         if "functional_ckpt" in attributes:
-            raise SpecError("this attribute name is ours", "functional_ckpt", remedy="Rename the attribute")
+            raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
 
     def add(self, path: Path, leaf: Any) -> None:
         """Collect one leaf."""
@@ -142,7 +143,7 @@ class _Capture:
             raise UnsupportedLeafError(
                 "a leaf is neither an array nor a plain value", key, None, None, None,
                 "an array, a number, text, bytes, None, or a tuple of plain values", _type_name(leaf),
-                "Make a tuple of arrays a list; for other objects pass SavePolicy(object_codec='torch')",
+                _remedy(leaf),
             )  # fmt: skip
         else:
             self._add_object(key, path, leaf)
@@ -186,6 +187,18 @@ def terms_of(policy: SavePolicy, overwrite: bool) -> str:
     names = (field.name for field in attrs.fields(SavePolicy))
     alike = {name: getattr(policy, name) for name in names if name not in _EACH_RANKS_OWN}
     return f"{alike} overwrite={overwrite}"
+
+
+def _remedy(leaf: Any) -> str:
+    if callable(getattr(leaf, "state_dict", None)):
+        return "Save its state_dict() instead"
+    if isinstance(leaf, tuple):
+        return "Make the tuple a list"
+    if isinstance(leaf, Iterator):
+        return "Make it a list"
+    if isinstance(leaf, Mapping):
+        return "Make it a dict"
+    return "Save what it holds as plain values, or pass SavePolicy(object_codec='torch')"
 
 
 def _is_representable(key: object) -> bool:

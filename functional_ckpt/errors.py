@@ -34,6 +34,7 @@ __all__ = [
     "PolicyError",
     "ProblemError",
     "RankFailedError",
+    "ReplacedError",
     "ReplicaError",
     "SaveCancelledError",
     "ShapeError",
@@ -191,6 +192,10 @@ class FormatVersionError(NotACheckpointError):
 
 class CorruptionError(StorageError):
     """Stored bytes are missing, have another size, or another digest than was saved."""
+
+
+class ReplacedError(StorageError):
+    """The checkpoint was replaced or removed while it was read; what was read of it is nothing."""
 
 
 class RankFailedError(ProblemError):

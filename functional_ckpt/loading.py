@@ -11,21 +11,16 @@ from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
-    KeyMismatchError,
     PathNotSharedError,
     PerRankError,
     SpecError,
     raise_problems,
-    report,
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
-from functional_ckpt.plan.mismatch import listed, missing_problems, parted, unexpected_problems
 from functional_ckpt.plan.pieces import Pieces
-from functional_ckpt.plan.prefixes import Prefix, check_prefixes, prefixes_of
-from functional_ckpt.plan.state import EMPTY_TEXTS
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.progress import Progress, Tracker
 from functional_ckpt.spec.sharding import ShardSpec
@@ -39,9 +34,10 @@ from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_committed
+from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
+from functional_ckpt.wanted import Told, WantedKeys
 
 __all__ = ["load_tree", "read_object"]
 
@@ -56,41 +52,51 @@ def load_tree(
     CheckpointError
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
-    tracker = Tracker(progress)
-
-    opened: list[tuple[Store, object, Manifest]] = []
+    found: list[Opened] = []
 
     def open_it() -> str:
         check_load(like, path, policy, progress)
-        store = open_store(path)
-        identity = store.identity()
-        manifest, digest = read_committed(store)
-        opened.append((store, identity, manifest))
-        return digest
+        found.append(Opened.at(path))
+        return found[0].digest
 
-    digests = together(gather, open_it)
-    store, identity, manifest = opened[0]
-    if len(set(digests)) > 1:
-        raise PathNotSharedError("the ranks see different checkpoints under one path", path=store.url,
-                                 remedy="Load from a path on a file system that all ranks share")  # fmt: skip
-    seeker = _Seeker(manifest, store, policy, gather)
+    try:
+        digests = together(gather, open_it)
+        if len(set(digests)) > 1:
+            remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
+            raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
+        return _load(like, found[0], policy, gather, Tracker(progress))
+    finally:
+        for opened in found:
+            opened.close()
+
+
+def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
+    seeker = _Seeker(opened.manifest, opened.store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> _Wish:
         tracker.enter("plan")
-        skeleton = seeker.seek(like)
-        kept.append((skeleton, seeker.plan()))
+        with opened.guard():
+            skeleton = seeker.seek(like)
+            kept.append((skeleton, seeker.plan()))
         return seeker.wish(kept[0][1])
 
     wishes = together(gather, plan)
     skeleton, load_plan = kept[0]
 
     def share() -> tuple[LoadPlan, Pieces | None]:
-        seeker.check(wishes)
+        with opened.guard():
+            seeker.check(wishes)
         return seeker.share(load_plan, wishes)
 
     mine, moved = agree(gather, share)
-    agree(gather, lambda: seeker.read(mine, moved, identity, tracker))
+
+    def read() -> None:
+        with opened.guard():
+            seeker.read(mine, moved, tracker)
+        opened.check()
+
+    agree(gather, read)
 
     def finish() -> Any:
         loaded = _resolved(skeleton)
@@ -102,15 +108,9 @@ def load_tree(
 
 @attrs.frozen(eq=False)
 class _Wish:
-    """What a rank tells the others before a load.
+    """What a rank tells the others before a load: of its keys, and with `read_once` what it wants to read."""
 
-    The stored keys that it uses, the containers that are empty in its `like`, and the prefixes of its policy; with
-    `read_once`, what it wants to read.
-    """
-
-    used: tuple[str, ...]
-    empty: tuple[str, ...]
-    prefixes: tuple[Prefix, ...]
+    keys: Told
     wanted: Pieces | None
     budget_nbytes: int
 
@@ -127,11 +127,7 @@ class _Seeker:
 
     def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
         self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
-        self.used: dict[str, None] = {}
-        self._asked: list[str] = []
-        self._selected = 0
-        self._missing: list[str] = []
-        self._empty: list[str] = []
+        self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
@@ -139,8 +135,6 @@ class _Seeker:
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
         self._made: dict[Hashable, Any] = {}
-        self._stored = [*manifest.by_key, *self._values]
-        self._hollow = [value.key for value in manifest.values if value.text in EMPTY_TEXTS]
 
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
@@ -152,6 +146,7 @@ class _Seeker:
     def plan(self) -> LoadPlan:
         """Plan the reads and look for every chunk they need; `check` reports the problems."""
         entries = self.manifest.by_key
+        self._problems += memory_problems(self.shards, self.buffers, entries)
         try:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
@@ -175,42 +170,17 @@ class _Seeker:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        holders = parted(self._missing, self._hollow)[0]  # are accounted for by what is missing below them
-        used, budget = (*self.used, *holders), self.policy.budget_nbytes
-        return _Wish(used, tuple(self._empty), self._prefixes(), wanted, budget)
+        return _Wish(self.keys.told(), wanted, self.policy.budget_nbytes)
 
     def check(self, wishes: Sequence[_Wish]) -> None:
-        """Raise what is wrong with this rank's leaves, and with what all ranks together wish.
+        """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
 
         Raises
         ------
         CheckpointError
             All problems at once.
         """
-        problems: list[CheckpointError] = list(check_prefixes(wish.prefixes for wish in wishes))
-        stored, renames = [*self._stored, *self._per_rank], self.policy.rename is not None
-        missing = missing_problems(self._missing, self.used, stored, self._hollow, renames)
-        problems += _acted(self.policy.strict.missing, missing)
-        problems += self._problems
-        # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
-        if self.policy.keys is None or self.policy.rename is None:
-            used = {key for wish in wishes for key in wish.used}
-            extra = sorted(key for key in self._stored if key not in used and self.policy.selects(key))
-            empty = [key for wish in wishes for key in wish.empty]
-            problems += _acted(self.policy.strict.unexpected, unexpected_problems(extra, empty))
-        raise_problems(problems)
-
-    def _prefixes(self) -> tuple[Prefix, ...]:
-        keys, rename = self.policy.keys, self.policy.rename
-        told: tuple[Prefix, ...] = ()
-        if callable(keys) or keys == ():
-            hint = f"`like` has {listed(self._asked)}" if self._asked else None
-            told = (Prefix("LoadPolicy.keys", None, self._selected > 0, hint),)
-        elif keys is not None:
-            told = prefixes_of("LoadPolicy.keys", keys, self._asked, self._stored)
-        if rename is not None and not callable(rename):
-            told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], self._asked, self._stored)
-        return told
+        raise_problems([*self.keys.problems([wish.keys for wish in wishes]), *self._problems])
 
     def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""
@@ -224,7 +194,7 @@ class _Seeker:
         alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
-    def read(self, plan: LoadPlan, moved: Pieces | None, identity: object, tracker: Tracker) -> None:
+    def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
         budget, verify, failure = policy.budget_nbytes, policy.verify, None
@@ -242,14 +212,11 @@ class _Seeker:
             read_and_distribute(
                 moved, self.manifest.arrays, self.buffers, self.store, self.gather, budget, verify, tracker.add, failure
             )
-        check_identity(self.store, identity)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)
-        self._asked.append(key)
-        if not self.policy.selects(key):
+        if not self.keys.selects(key):
             return leaf
-        self._selected += 1
         try:
             if isinstance(leaf, PerRank):
                 return self._per_rank_leaf(path, key, leaf)
@@ -262,28 +229,25 @@ class _Seeker:
         adapter = adapter_of(leaf)
         entry = self.manifest.by_key.get(key)
         if key in self._values or entry is not None:
-            self.used[key] = None
+            self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError("stored as an object, wanted as an array", key,
+                raise SpecError("the checkpoint has an object, `like` an array", key,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return read_object(self.store, entry, self.policy.safe_globals)
         if key in self._values:
             if adapter is not None:
-                raise SpecError("stored as a plain value, wanted as an array", key, found=self._values[key].text,
+                raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
-            # An empty container stands for what other ranks hold there.
-            below = type(leaf) in (dict, list) and self._stored_below(key)
-            (self._empty if below else self._missing).append(key)
-            return leaf
+            return self._unstored_leaf(key, leaf)
         if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
             array = adapter_of(entry.spec)
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
             raise SpecError(
-                "stored as an array, wanted as a plain value", key, None, entry.spec.shape, None, None,
+                "the checkpoint has an array, `like` a plain value", key, None, entry.spec.shape, None, None,
                 type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
             )  # fmt: skip
         return self._array_leaf(key, entry, leaf, adapter)
@@ -313,21 +277,41 @@ class _Seeker:
         elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
             entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
         ):  # fmt: skip
-            raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
+            raise SpecError("two leaves of `like` share one memory, and the checkpoint has two arrays", key,
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
-    def _stored_below(self, key: str) -> bool:
-        return not key or any(stored.startswith(f"{key}.") for stored in self._stored)
+    def _unstored_leaf(self, key: str, leaf: Any) -> Any:
+        """Return the leaf, for which nothing is stored under its own key."""
+        if key not in self.keys.holders:
+            self.keys.miss(key)
+        elif type(leaf) in (dict, list):  # stands for what other ranks hold there
+            self.keys.leave(key)
+        else:
+            self.keys.use_below(key)
+            if key in self._per_rank:
+                raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
+                                remedy="Put a PerRank(...) there in `like`")  # fmt: skip
+            what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
+            raise SpecError(
+                "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
+                remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
+            )  # fmt: skip
+        return leaf
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
         if stored is None:
-            self._missing.append(key)
+            key = self.policy.stored_key(key)
+            if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
+                self.keys.use_below(key)
+                raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
+                                remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
+            self.keys.miss(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")
-        below = [k for k in self._stored if k.startswith(start)]
-        self.used.update(dict.fromkeys(below))
+        below = [k for k in self.keys.stored if k.startswith(start)]
+        self.keys.use(below)
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
             rank = self.gather.rank if saved == now else 0
@@ -379,12 +363,3 @@ def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
 
 def _resolved(tree: Any) -> Any:
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)
-
-
-def _acted(action: str, problems: Sequence[KeyMismatchError]) -> Sequence[KeyMismatchError]:
-    """Return the problems that a policy says to raise; those to report become one warning."""
-    if action == "raise":
-        return problems
-    if action == "report" and problems:
-        report("; ".join(map(str, problems)))
-    return ()

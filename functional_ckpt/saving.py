@@ -6,7 +6,7 @@ Every step runs on all ranks through `together`, so that one rank's failure is e
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.capture import Captured, capture
+from functional_ckpt.capture import Captured
 from functional_ckpt.comm import Gather, LocalGather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
@@ -50,7 +50,7 @@ __all__ = [
     "Prepared",
     "Written",
     "abandon_written",
-    "prepare",
+    "abandoning",
     "prepare_captured",
     "publish_alone",
     "publish_written",
@@ -80,33 +80,6 @@ class Prepared:
     started: float
 
 
-def prepare(
-    tree: Any,
-    path: str | Path,
-    policy: SavePolicy,
-    gather: Gather,
-    overwrite: bool,
-    attributes: Mapping[str, Any] | None,
-    memory: PlanMemory,
-    check: Callable[[], None],
-) -> Prepared:
-    """Agree with all ranks on the save and create the place to write to; nothing is written yet.
-
-    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
-
-    Raises
-    ------
-    CheckpointError
-        On every rank, if any rank has a problem.
-    """
-
-    def describe() -> Captured:
-        check()
-        return capture(tree, gather, policy, overwrite, attributes)
-
-    return prepare_captured(describe, path, policy, gather, overwrite, memory)
-
-
 def prepare_captured(
     describe: Callable[[], Captured],
     path: str | Path,
@@ -115,7 +88,15 @@ def prepare_captured(
     overwrite: bool,
     memory: PlanMemory,
 ) -> Prepared:
-    """Do what `prepare` does for a state that `describe` describes; plans come from `memory` and go there."""
+    """Agree with all ranks on the save of what `describe` describes, and create the place to write to.
+
+    Nothing is written yet. Plans come from `memory` and go there.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if any rank has a problem.
+    """
     started = time.time()
     agreed, held = Planner(path, policy, gather, memory).agree(describe)
     _check_codecs(policy, agreed)
@@ -147,7 +128,7 @@ def _begin(
     try:
         site = together(gather, coordinate)[0]
         if site is None:
-            raise SpecError("no rank calls itself 0", rank=gather.rank)
+            raise SpecError("the group has no rank 0", rank=gather.rank)
         seen = agree(gather, lambda: seen_from(site, path, gather.rank))
     except BaseException as error:
         for mine in begun:
@@ -165,8 +146,7 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
         wanted = set(mine.pieces.shard[mine.pieces.source == prepared.gather.rank].tolist())
         return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
 
-    with _abandoning(prepared):
-        buffers = agree(prepared.gather, copy)
+    buffers = agree(prepared.gather, copy)
     return attrs.evolve(prepared, buffers=buffers, gather=background)
 
 
@@ -205,7 +185,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
     gather = prepared.gather
     mine = prepared.mine
-    with _abandoning(prepared):
+    with abandoning(prepared):
         guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
         store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
     budget = prepared.policy.budget_nbytes
@@ -223,7 +203,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
         tracker.enter("digest")
         return digest_shared(mine, store, budget)
 
-    with _abandoning(prepared):
+    with abandoning(prepared):
         receipts = together(gather, write_mine)
         digested = receipts
         if any(array.layout.rung == "shared" for array in prepared.arrays):
@@ -248,7 +228,7 @@ def publish_written(written: Written) -> Manifest:
     CheckpointWarning
         On every rank, if it is published, and something that follows could not be done.
     """
-    with _abandoning(written.prepared):
+    with abandoning(written.prepared):
         problems = _publish(written)
     for problem in problems:
         warnings.warn(f"the checkpoint is published, but {problem}", CheckpointWarning, stacklevel=2)
@@ -316,7 +296,7 @@ def _publish(written: Written) -> tuple[str, ...]:
 
 
 @contextmanager
-def _abandoning(prepared: Prepared) -> Iterator[None]:
+def abandoning(prepared: Prepared) -> Iterator[None]:
     """Remove on rank 0 what a failing save has written."""
     try:
         yield

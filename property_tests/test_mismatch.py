@@ -21,7 +21,7 @@ NAMED = re.compile(r"Pass (LoadPolicy\(.*\)), which finds (every key|(\d+) of th
 def test_a_renaming_that_is_named_finds_what_it_says(wanted, stored):
     missing = sorted(wanted - stored)
     problems = missing_problems(missing, wanted & stored, stored, (), False)
-    assert len(problems) == (len(missing) if len(missing) <= 8 else 1)
+    assert len(problems) == (len(missing) if len(missing) <= 4 else 1)
     for match in filter(None, (NAMED.search(str(problem)) for problem in problems)):
         policy = eval(match[1], {"LoadPolicy": LoadPolicy})
         found = [key for key in missing if policy.stored_key(key) in stored - wanted]

@@ -119,10 +119,10 @@ def test_only_touched_chunks_are_read(checkpoint, monkeypatch):
     array = checkpoint["cube"]
     assert read == []
     assert array[0, 0, 0] == 0
-    assert read == ["cube/c.0.0.0"]
+    assert [name for name in read if "/" in name] == ["cube/c.0.0.0"]
     read.clear()
     assert array[0:0].shape == (0, 5, 6)
-    assert read == []
+    assert [name for name in read if "/" in name] == []
 
 
 def test_tree_holds_values_and_lazy_arrays(checkpoint):

@@ -19,11 +19,15 @@ AT = {"rename": "new/deep/a", "marker": "new/deep/a", "overwrite": "a"}
 
 
 def saved_by_two(place, mode, durability):
-    """Save copies, of which the ranks write some each."""
+    """Save from two ranks, each of which writes something."""
     commit, overwrite = MODES[mode]
     policy = SavePolicy(commit=commit, durability=durability)
-    copies = {f"x{n}": np.full(3, n + 7) for n in range(4)}
-    run_ranks(2, lambda gather: save(copies, place / "a", policy=policy, overwrite=overwrite, process_group=gather))
+
+    def run(gather):
+        mine = {f"x{gather.rank}": np.full(3, 7)}
+        return save(mine, place / "a", policy=policy, overwrite=overwrite, process_group=gather)
+
+    run_ranks(2, run)
 
 
 @functools.cache
@@ -68,6 +72,11 @@ def can_be_swept(files):
 @pytest.mark.parametrize(("mode", "durability"), CASES)
 def test_a_power_cut_leaves_the_old_or_the_new(mode, durability):
     assert next(violations(mode, logged(mode, durability)), None) is None
+
+
+@pytest.mark.parametrize(("mode", "durability"), CASES)
+def test_a_power_cut_while_two_ranks_save(mode, durability):
+    assert next(violations(mode, logged(mode, durability, saved_by_two)), None) is None
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -254,7 +254,7 @@ def test_a_callback_that_raises_while_staging_leaves_nothing(tmp_path, fast):
     def fail(progress):
         raise KeyError(progress.phase)
 
-    with pytest.raises(functional_ckpt.errors.CheckpointError, match="KeyError"):
+    with pytest.raises(KeyError, match="stage"):
         async_save({"a": np.zeros(100)}, tmp_path / "1", policy=fast, progress=fail)
     assert list(tmp_path.iterdir()) == []
 

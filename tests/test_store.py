@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError
+from functional_ckpt.plan.layout import Layout
+from functional_ckpt.store.chunk import create_chunk
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 from functional_ckpt.store.zarr import MemoryStore
@@ -67,6 +69,14 @@ def test_what_is_shorter_than_was_asked_for_is_corrupt(store):
     ):
         with pytest.raises(CorruptionError, match="too short"):
             call()
+
+
+def test_an_edge_chunk_is_padded_with_zeros(store):
+    layout, ones = Layout("exclusive", (4, 4), (), "uint8"), np.ones((3, 3), "u1")
+    dirty = [np.full(16, 255, "u1") for _ in range(100)]  # where numpy takes its next arrays from
+    del dirty
+    create_chunk(store, "n/c.0", ones, layout)
+    assert list(store.read("n/c.0")) == [1, 1, 1, 0] * 3 + [0] * 4
 
 
 def test_deleting_leaves_the_others(store):

@@ -57,7 +57,7 @@ def check_codecs(codecs: Sequence[str]) -> None:
     >>> check_codecs(("zstd:5", "crc32c"))
     """
     if len(codecs) > MAX_CODECS:
-        raise PolicyError("too many codecs for one array", found=len(codecs), expected=f"at most {MAX_CODECS}")
+        raise PolicyError("an array has too many codecs", found=len(codecs), expected=f"at most {MAX_CODECS}")
     for codec in codecs:
         check_codec(codec)
 
@@ -73,7 +73,9 @@ def check_codec(codec: str) -> None:
     name, level = match.group("name", "level") if match else ("", None)
     low, high = _CODECS.get(name, (0, -1))
     if name not in _CODECS or (level is not None and not low <= int(level) <= high):
-        raise PolicyError("no such codec", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]")
+        raise PolicyError(
+            "a codec is unknown", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]"
+        )
 
 
 def _codec_table(table: Mapping[str, str | Iterable[str]] | Iterable[tuple[str, str | Iterable[str]]]) -> Any:

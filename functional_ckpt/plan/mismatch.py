@@ -10,7 +10,7 @@ from functional_ckpt.spec.tree import has_prefix
 __all__ = ["listed", "missing_problems", "nearest", "parted", "unexpected_problems"]
 
 #: Up to so many keys are a problem each, more are one; of those so many are named.
-_FEW = 8
+_FEW = 4
 _NAMED = 3
 #: Comparing one name with so many takes a second; so many names are tried as the cause of all missing keys.
 _COMPARED = 10_000
@@ -95,8 +95,12 @@ def missing_problems(
     ]
 
 
-def unexpected_problems(extra: Sequence[str], empty: Iterable[str]) -> list[KeyMismatchError]:
+def unexpected_problems(
+    extra: Sequence[str], empty: Iterable[str], by_rank: Iterable[str] = ()
+) -> list[KeyMismatchError]:
     """Return problems for what the checkpoint has and `like` lacks; `empty` are the containers empty in `like`.
+
+    Below the keys of `by_rank` lie values that differ by rank.
 
     Examples
     --------
@@ -105,7 +109,10 @@ def unexpected_problems(extra: Sequence[str], empty: Iterable[str]) -> list[KeyM
     """
     below, extra = parted(extra, empty)
     problems = [_wanted_empty(name, keys) for name, keys in below.items()]
+    differing, extra = parted(extra, by_rank)
     ignore = f"select with LoadPolicy(keys=...), or pass {_IGNORING.format('unexpected')}"
+    what = "the checkpoint has values that differ by rank, which `like` does not"
+    problems += [KeyMismatchError(what, name, remedy=f"Add a PerRank(...), {ignore}") for name in differing]
     if len(extra) > _FEW:
         what = f"the checkpoint has {len(extra)} keys that `like` does not"
         return [*problems, KeyMismatchError(what, found=listed(extra), remedy=f"Add them, {ignore}")]
@@ -181,7 +188,7 @@ def _candidates(key: str, free: Sequence[str]) -> Iterator[tuple[str, str]]:
     for cut in range(len(parts)):
         rest = ".".join(parts[cut:])
         for name in free:
-            if name == rest or name.endswith(f".{rest}"):
+            if name != key and (name == rest or name.endswith(f".{rest}")):
                 yield ".".join(parts[:cut]), name[: -len(rest)].rstrip(".")
 
 

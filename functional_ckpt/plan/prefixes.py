@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable, Sequence
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.mismatch import nearest
+from functional_ckpt.plan.mismatch import listed, nearest
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["Prefix", "check_prefixes", "prefixes_of"]
+__all__ = ["Prefix", "check_prefixes", "prefixes_of", "prefixes_of_load"]
 
 _NO_KEY = "names a prefix that no key has"
 
@@ -37,6 +37,26 @@ def prefixes_of(
     "Did you mean 'model'?"
     """
     return tuple(_prefix(field, text, keys, stored) for text in texts)
+
+
+def prefixes_of_load(
+    keys: object, rename: object, asked: Sequence[str], selects: bool, stored: Collection[str]
+) -> tuple[Prefix, ...]:
+    """Return what one rank says of `keys` and `rename` of a `LoadPolicy`; `asked` are the keys of its `like`.
+
+    Examples
+    --------
+    >>> prefixes_of_load(len, (("net", "model"),), ["net.w"], False, ["model.w"])[0].hint
+    "`like` has 'net.w'"
+    """
+    told: tuple[Prefix, ...] = ()
+    if callable(keys) or keys == ():
+        told = (Prefix("LoadPolicy.keys", None, selects, f"`like` has {listed(asked)}" if asked else None),)
+    elif isinstance(keys, tuple):
+        told = prefixes_of("LoadPolicy.keys", keys, asked, stored)
+    if isinstance(rename, tuple):
+        told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], asked, stored)
+    return told
 
 
 def check_prefixes(told: Iterable[Iterable[Prefix]]) -> list[PolicyError]:

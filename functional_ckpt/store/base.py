@@ -99,8 +99,20 @@ class Store(Protocol):
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
 
-    def identity(self) -> object:
-        """Return what changes when another checkpoint takes this one's place."""
+    def pinned(self) -> "Store":
+        """Return this store for reading what is under the root now, whatever takes its place."""
+
+    def unpin(self) -> None:
+        """Let go of what is kept open since the store was pinned; nothing can be read after that."""
+
+    def is_current(self) -> bool:
+        """Tell whether what is under the root is still what was there when the store was pinned."""
+
+    def stamp(self, name: str) -> object:
+        """Return what differs once another object has taken this one's name; None if there is none.
+
+        It equals no other stamp where only the content could tell.
+        """
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""

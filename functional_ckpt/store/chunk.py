@@ -21,6 +21,7 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
+from functional_ckpt.store.files import FileStore
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
@@ -32,6 +33,7 @@ __all__ = [
     "encoded_limit",
     "located",
     "read_chunk",
+    "update_chunk",
     "write_chunk",
     "write_header",
 ]
@@ -64,7 +66,7 @@ def encoded_limit(layout: Layout) -> int:
 
 
 def decoding_nbytes(layout: Layout) -> int:
-    """Return the bytes that reading a chunk takes up to: its own, and with codecs its encoded ones and a copy.
+    """Return the bytes that a chunk takes up to: its own, and with codecs its encoded ones and a copy.
 
     Examples
     --------
@@ -135,13 +137,24 @@ def write_header(array: ArrayPlan, store: Store) -> None:
 
 def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
     """Write the whole chunk whose cells are `box`, and return its digest."""
+    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
+    name = f"{node_name(spec.key)}/{chunk_name(index)}"
     if is_raw(layout):
-        index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-        return create_chunk(store, f"{node_name(spec.key)}/{chunk_name(index)}", values, layout)
+        return create_chunk(store, name, values, layout)
+    from functional_ckpt.store.zarr import encode_chunk
+
+    data = encode_chunk(spec, layout, box, values)
+    store.create(name, [memoryview(data)], len(data))
+    return digest(values)
+
+
+def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> None:
+    """Write the cells `box` of a chunk that others write too."""
     from functional_ckpt.store.zarr import open_array, write_box
 
+    if isinstance(store, FileStore):
+        store.check_guard()  # as `create` does: the file is replaced
     write_box(open_array(store, spec, layout), spec.key, box, values, layout)
-    return digest(values)
 
 
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:

@@ -33,6 +33,7 @@ from functional_ckpt.store.chunk import (
     decoding_nbytes,
     located,
     read_chunk,
+    update_chunk,
     write_chunk,
     write_header,
 )
@@ -142,7 +143,7 @@ class _Source:
         if nbytes < SMALL_NBYTES:
             return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
         # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
-        held, itemsize = self.array.layout.chunk_nbytes, self.array.spec.itemsize
+        held, itemsize = decoding_nbytes(self.array.layout), self.array.spec.itemsize
         first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
         return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
 
@@ -156,9 +157,7 @@ class _Source:
             if piece.whole:
                 found.append((self.number, piece.position, write_chunk(self.store, spec, layout, piece.box, values)))
             else:
-                from functional_ckpt.store.zarr import open_array, write_box
-
-                write_box(open_array(self.store, spec, layout), spec.key, piece.box, values, layout)
+                update_chunk(self.store, spec, layout, piece.box, values)
         return found
 
 

@@ -6,6 +6,7 @@ its open of each array, and a parallel read straight into the caller's memory is
 
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from errno import EINVAL
@@ -31,7 +32,34 @@ __all__ = ["NEW", "FileStore"]
 #: Suffix of a file that has not got its name yet.
 NEW = ".new"
 
+_READ = os.O_RDONLY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+# Times of files come from a clock that ticks every few milliseconds.
+_SETTLED_NS = 2 * 10**9
+
+
+class _Directory:
+    """A directory that is kept open until `close`, or for as long as anybody refers to it."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.file = path, -1
+        with storage_errors("opening", path):
+            self.file = os.open(path, _READ | os.O_DIRECTORY)
+
+    def close(self) -> None:
+        """Close it; what is read after that fails."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens what is there then; the reader finds out whether it is the same.
+        return _Directory, (self.path,)
 
 
 @attrs.frozen
@@ -49,6 +77,7 @@ class FileStore:
     root: Path
     sync: str = "none"
     guard: Path | None = None
+    _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True while they hold names that are not durable.
     _directories: dict[str, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
@@ -140,7 +169,7 @@ class FileStore:
         """Return a file's bytes, or None."""
         with storage_errors("reading", name):
             try:
-                file = _open_plain(self._prefix + name)
+                file = self._open_plain(name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
@@ -158,7 +187,7 @@ class FileStore:
         """Return a file's size, or None."""
         with storage_errors("looking at", name):
             try:
-                found = os.stat(self._prefix + name)
+                found = self._stat(name)
                 _require_plain(found.st_mode)
                 return found.st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -167,7 +196,7 @@ class FileStore:
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read a file's head straight into the caller's memory."""
         with storage_errors("reading", name):
-            file = os.open(self._prefix + name, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._open(name)
             try:
                 _read_fully(file, name, 0, into, each)
             finally:
@@ -176,7 +205,7 @@ class FileStore:
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
         """Read ranges of a file, and no other pages of it, straight into the caller's memory."""
         with storage_errors("reading", name):
-            file = os.open(self._prefix + name, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._open(name)
             try:
                 if not _is_cached(file, (starts[0], starts[-1] + nbytes - 1)):
                     _advise(file, starts, nbytes)
@@ -189,7 +218,7 @@ class FileStore:
         """Read a file's head block by block, in the memory of one."""
         block = memoryview(bytearray(min(nbytes, BLOCK_NBYTES)))
         with storage_errors("reading", name):
-            file = os.open(self._prefix + name, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._open(name)
             try:
                 for start in range(0, nbytes, BLOCK_NBYTES):
                     part = block[: nbytes - start]
@@ -205,14 +234,58 @@ class FileStore:
                 below = os.path.relpath(directory, self.root)
                 yield from (name if below == "." else f"{below}/{name}" for name in files)
 
-    def identity(self) -> object:
-        """Return device and inode of the root directory, or None if there is none."""
+    def pinned(self) -> "FileStore":
+        """Return this store tied to the directory that is there now, which is kept open for reading."""
+        try:
+            return attrs.evolve(self, at=_Directory(self._prefix))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return self
+            raise
+
+    def unpin(self) -> None:
+        """Close the directory."""
+        if self._at is not None:
+            self._at.close()
+
+    def is_current(self) -> bool:
+        """Tell whether the path still leads to the directory that is kept open."""
+        if self._at is None:
+            return True
         with storage_errors("looking at", self.url):
             try:
-                found = os.stat(self.root)
+                # While it is open no other directory gets its number.
+                return os.path.samestat(os.stat(self.root), os.fstat(self._at.file))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def stamp(self, name: str) -> object:
+        """Return number, size and time of a file; one so young that another might get the same time equals none."""
+        with storage_errors("looking at", name):
+            try:
+                found = self._stat(name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return found.st_dev, found.st_ino
+        young = time.time_ns() - found.st_mtime_ns < _SETTLED_NS
+        return object() if young else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def _open(self, name: str, flags: int = _READ) -> int:
+        if self._at is None:
+            return os.open(self._prefix + name, flags)
+        return os.open(name, flags, dir_fd=self._at.file)
+
+    def _open_plain(self, name: str) -> int:
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        file = self._open(name, _READ | os.O_NONBLOCK)
+        try:
+            _require_plain(os.fstat(file).st_mode)
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def _stat(self, name: str) -> os.stat_result:
+        return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete files, and directories that they leave empty."""
@@ -289,17 +362,6 @@ def _advise(file: int, starts: Sequence[int], nbytes: int) -> None:
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     for start in starts:
         os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-def _open_plain(path: str) -> int:
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _require_plain(os.fstat(file).st_mode)
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 def _require_plain(mode: int) -> None:

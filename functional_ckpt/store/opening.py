@@ -42,7 +42,9 @@ def open_store(url: str | os.PathLike[str], sync: str = "none", guard: Path | No
         return MemoryStore(rest.strip("/"))
     if scheme != "file":
         raise NotImplementedYet(
-            "no store for this kind of URL yet", found=f"{scheme}://{rest}", expected="a path, file:// or memory://"
+            "this version has no store for such URLs",
+            found=f"{scheme}://{rest}",
+            expected="a path, file:// or memory://",
         )
     return FileStore(local_path(url), sync, guard)
 

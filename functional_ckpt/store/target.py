@@ -12,6 +12,7 @@ import xxhash
 
 from functional_ckpt.errors import AlreadyExistsError, CheckpointError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
+from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.directories import (
     Identity,
     exchange_paths,
@@ -31,6 +32,7 @@ __all__ = [
     "ROOT",
     "Replaceable",
     "check_target",
+    "exchange",
     "manifest_digest",
     "put_in_place",
     "synced",
@@ -154,7 +156,7 @@ def put_in_place(
     if mine is None:
         raise StorageError("the directory that was written is gone", path=str(work), remedy="Save again")
     if replaceable is not None and is_directory(final) and os.listdir(final):
-        return _exchange(work, final, mine, replaceable, durable, confirm)
+        return _replace(work, final, replaceable, durable, confirm)
     notes = _keep_mode(final, work) if is_directory(final) else []
     confirm()
     try:
@@ -170,25 +172,15 @@ def put_in_place(
     return (*notes, *(synced(final.parent) if durable else ()))
 
 
-def _exchange(
-    work: Path,
-    final: Path,
-    mine: Identity,
-    replaceable: Replaceable,
-    durable: bool,
-    confirm: Callable[[], None],
+def _replace(
+    work: Path, final: Path, replaceable: Replaceable, durable: bool, confirm: Callable[[], None]
 ) -> tuple[str, ...]:
     """Change places with the checkpoint at the path, if it is the one to replace, and remove that."""
     check_target(final, overwrite=True)  # files of others may have come while we were writing
     replaced = replaceable.require(final, final)
     notes = _keep_mode(final, work)
     confirm()
-    try:
-        exchange_paths(work, final)
-    except StorageError as error:
-        if not _is_at(final, mine):
-            raise
-        notes.append(f"the system reported an error ({error})")
+    notes += exchange(work, final)
     left = _looked_at(work, final, replaced, replaceable)
     if durable:
         notes += synced(final.parent)
@@ -199,6 +191,25 @@ def _exchange(
     except OSError as error:
         notes.append(f"the checkpoint that it replaces is left to functional_ckpt.sweep at {work} ({error})")
     return tuple(notes)
+
+
+def exchange(work: Path, final: Path) -> tuple[str, ...]:
+    """Exchange two directories; return what the system says has failed although it has not, in words.
+
+    Raises
+    ------
+    StorageError
+        If they are where they were.
+    """
+    with storage_errors("looking at", str(work)):
+        mine = identity_of(work)
+    try:
+        exchange_paths(work, final)
+    except StorageError as error:
+        if not _is_at(final, mine):
+            raise
+        return (f"the system reported an error ({error})",)
+    return ()
 
 
 def _looked_at(work: Path, final: Path, replaced: Identity | None, replaceable: Replaceable) -> str | None:
@@ -220,7 +231,7 @@ def _looked_at(work: Path, final: Path, replaced: Identity | None, replaceable: 
     return None
 
 
-def _is_at(final: Path, mine: Identity) -> bool:
+def _is_at(final: Path, mine: Identity | None) -> bool:
     """Tell whether a step took effect although the system reported an error, as network file systems do."""
     try:
         return identity_of(final) == mine

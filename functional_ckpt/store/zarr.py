@@ -1,4 +1,4 @@
-"""TensorStore at work: arrays with codecs, chunks with several writers, and the in-memory store."""
+"""TensorStore at work: codecs, chunks with several writers, and the in-memory store."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock, Store, check_limit, storage_errors
 from functional_ckpt.store.encoding import Array, array_metadata, chunk_name, node_name, numpy_dtype
 
-__all__ = ["MemoryStore", "decode_chunk", "open_array", "write_box"]
+__all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "write_box"]
 
 
 _NO_LIMIT = 2**63
@@ -112,9 +112,22 @@ class MemoryStore:
             found = self._kv().list().result()
         yield from (key.decode() for key in found)
 
-    def identity(self) -> object:
-        """Return None: a checkpoint in memory is never replaced."""
-        return None
+    def pinned(self) -> "MemoryStore":
+        """Return the store itself: its root has no other name."""
+        return self
+
+    def unpin(self) -> None:
+        """Do nothing."""
+
+    def is_current(self) -> bool:
+        """Return True."""
+        return True
+
+    def stamp(self, name: str) -> object:
+        """Return the generation of an object."""
+        with storage_errors("looking at", name):
+            found = self._kv().read(name).result()
+        return found.stamp.generation if found.state == "value" else None
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
@@ -138,20 +151,43 @@ def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
 
     A missing chunk is an error on read, and a chunk of zeros is stored: absence never means zero.
     """
+    context = _context(store.sync == "fsync" or not store.capabilities.shared)
+    return _opened(store.kvstore(f"{node_name(spec.key)}/"), context, spec, layout)
+
+
+def _opened(kvstore: dict[str, Any], context: ts.Context, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
     # Only data types and ranks of our own table arrive here: TensorStore aborts the process on some others.
     with storage_errors("opening", spec.key):
         return ts.open(
             {
                 "driver": "zarr3",
-                "kvstore": store.kvstore(f"{node_name(spec.key)}/"),
+                "kvstore": kvstore,
                 "metadata": json.loads(array_metadata(spec, layout)),
                 "fill_missing_data_reads": False,
                 "store_data_equal_to_fill_value": True,
             },
-            context=_context(store.sync == "fsync" or not store.capabilities.shared),
+            context=context,
             open=True,
             assume_metadata=True,
         ).result()
+
+
+def encode_chunk(spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
+    """Return the bytes of the file of the whole chunk whose cells are `box`.
+
+    Encoded in memory and written by the store: TensorStore would replace a file that is there already.
+
+    Examples
+    --------
+    >>> spec, layout = ArraySpec("w", (3,), "int8"), Layout("exclusive", (2,), ("crc32c",), "int8")
+    >>> encode_chunk(spec, layout, Box((2,), (3,)), np.array([7], "i1"))[:2].hex()
+    '0700'
+    """
+    kvstore, context = {"driver": "memory", "path": "chunk/"}, ts.Context()
+    write_box(_opened(kvstore, context, spec, layout), spec.key, box, values, layout)
+    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
+    with storage_errors("encoding", spec.key):
+        return bytes(ts.KvStore.open(kvstore, context=context).result().read(chunk_name(index)).result().value)
 
 
 def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: Layout) -> None:
@@ -171,15 +207,11 @@ def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int,
     context = ts.Context()  # a memory of its own, which ends with it
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     memory = {"driver": "memory"}
-    document = {"driver": "zarr3", "kvstore": memory, "metadata": json.loads(array_metadata(spec, layout))}
     try:
         with storage_errors("decoding", spec.key):
             ts.KvStore.open(memory, context=context).result().write(chunk_name(index), data).result()
             del data
-            array = ts.open(
-                {**document, "fill_missing_data_reads": False}, context=context, open=True, assume_metadata=True
-            ).result()
-            values: Array = array[box.slices].read().result()
+            values: Array = _opened(memory, context, spec, layout)[box.slices].read().result()
     except StorageError as error:
         raise CorruptionError(
             "a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,

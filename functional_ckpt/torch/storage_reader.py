@@ -1,6 +1,7 @@
 """Reading for ``torch.distributed.checkpoint``: `ZarrStorageReader`."""
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_manifest
+from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.torch.dcp import (
     LoadPlan,
@@ -111,34 +112,46 @@ class ZarrStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once to where they belong."""
         opened, self._opened = self._opened or _Opened.at(self.path), None
+        with closing(opened.source):
+            self._read(opened, plan, planner)
+        return done(None)
+
+    def _read(self, opened: "_Opened", plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
         targets = [planner.resolve_tensor(item) for item in tensors]
         raise_problems(_uncovered(tensors, planner))
-        opened.fill(tensors, [target.detach() for target in targets], self.policy)
+        with opened.source.guard():
+            opened.fill(tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:
             if is_bytes(item):
-                value = opened.value(item.storage_index.fqn, self.policy.safe_globals)
+                with opened.source.guard():
+                    value = opened.value(item.storage_index.fqn, self.policy.safe_globals)
                 planner.load_bytes(item, streamed(value))
-        check_identity(opened.store, opened.identity)
-        return done(None)
+        opened.source.check()
 
 
 @attrs.frozen(eq=False)
 class _Opened:
     """A committed checkpoint while it is read."""
 
-    store: Store
-    identity: object
-    manifest: Manifest
+    source: Opened
 
     @classmethod
     def at(cls, path: str | Path) -> "_Opened":
         """Open the checkpoint at `path`."""
-        store = open_store(path)
-        identity = store.identity()
-        return cls(store, identity, read_manifest(path))
+        return cls(Opened.at(path))
+
+    @property
+    def store(self) -> Store:
+        """Where it is read from."""
+        return self.source.store
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it contains."""
+        return self.source.manifest
 
     def fill(self, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
         """Read the region of each item into its target."""
@@ -154,6 +167,7 @@ class _Opened:
             stored = entries[key].spec.shape if key in entries else box.stop
             shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
             buffers += held.buffers
+        raise_problems(memory_problems(shards, buffers, entries))
         plan = plan_load(entries, shards, policy.cast)
         needed = {
             (entries[read.key].spec.key, index): entries[read.key]
