@@ -49,13 +49,13 @@ MUTANTS = (
     Mutant(
         "a rank looks at its own files instead of its neighbour's", "saving.py",
         "written.receipts[(gather.rank + 1) % gather.size]", "written.receipts[gather.rank]",
-        ("tests/test_ranks.py", "tests/test_commit.py", "tests/mp/test_failures.py"),
+        ("tests/test_publishing.py",),
     ),
     Mutant(
         "a claim is unlocked before it is unlinked", "store/claim.py",
         "                os.unlink(self.path)",
         "                fcntl.flock(self._file, fcntl.LOCK_UN), os.unlink(self.path)",
-        ("tests/test_commit.py", "tests/test_crash_points.py", "tests/test_hostile.py"),
+        ("tests/test_claims.py",),
     ),
     Mutant(
         "shared chunks are not locked", "store/zarr.py",
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "a key may be stored where the root is made", "store/encoding.py",
-        '"zarr.json.new", ', "", ("property_tests/test_encoding.py", "tests/test_store.py"),
+        '"zarr.json.new", ', "", ("tests/test_hostile.py",),
     ),
     Mutant(
         "narrow does not look at the offset", "spec/sharding.py",
