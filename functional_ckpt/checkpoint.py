@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
-from functional_ckpt.loading import read_object
+from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.spec.box import Box
@@ -183,21 +183,25 @@ class Checkpoint(Mapping[str, StoredArray]):
         Tied leaves are one array. Objects are read under `safe_globals`, see `LoadPolicy`.
         """
         made: dict[str, Any] = {}
+        objects = ObjectReader(self._store, safe_globals)
 
         def materialise(_path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, StoredArray):
                 return leaf
             if leaf.key not in made:
                 if leaf.entry.codec is not None:
-                    made[leaf.key] = read_object(self._store, leaf.entry, safe_globals)
+                    made[leaf.key] = objects.read(leaf.entry)
                 else:
                     made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
             return made[leaf.key]
 
         try:
-            return map_leaves(materialise, self.tree())
+            state = map_leaves(materialise, self.tree())
         except RecursionError as error:
             raise CorruptionError("the state is nested too deeply", path=self.url, found=str(error)) from None
+        if objects.problem is not None:
+            raise objects.problem
+        return state
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

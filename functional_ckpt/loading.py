@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
@@ -21,7 +20,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
-from functional_ckpt.objects import object_from_bytes
+from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.plan.pieces import Pieces
@@ -33,16 +32,15 @@ from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
-from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import check_identity, read_committed
 from functional_ckpt.store.values import decode_text
 
-__all__ = ["load_tree", "read_object"]
+__all__ = ["load_tree"]
 
 
 def load_tree(
@@ -123,6 +121,7 @@ class _Seeker:
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
+        self._objects = ObjectReader(store, policy.safe_globals)
         self._values = {value.key: value for value in manifest.values}
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
@@ -150,6 +149,8 @@ class _Seeker:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
             self._problems.append(error)
+        if self._objects.problem is not None:
+            self._problems.append(self._objects.problem)
         raise_problems(self._problems)
         needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
         for read in plan.reads:
@@ -224,7 +225,7 @@ class _Seeker:
             if adapter is not None:
                 raise SpecError("stored as an object, wanted as an array", key,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
-            return read_object(self.store, entry, self.policy.safe_globals)
+            return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
                 raise SpecError("stored as a plain value, wanted as an array", key, found=self._values[key].text,
@@ -341,16 +342,6 @@ class _Seeker:
 def _rank_key(key: str, rank: int, inner: TreePath) -> str:
     """Return the key of leaf `inner` of what `rank` saved under `key`."""
     return ".".join(part for part in (key, str(RankItem(rank)), key_of(inner)) if part)
-
-
-def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
-    """Return the object that an array of bytes holds."""
-    indices = list(entry.grid.touched(entry.spec.box))
-    raise_problems(problem for index in indices if (problem := check_chunk(store, entry, index)) is not None)
-    chunks = [read_chunk(store, entry.spec, entry.layout, index) for index in indices]
-    for position, chunk in enumerate(chunks):
-        check_digest(entry, position, digest(chunk))
-    return object_from_bytes(entry.spec.key, np.concatenate(chunks), safe_globals)
 
 
 def _resolved(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +32,7 @@ from functional_ckpt.torch.dcp import (
     Metadata,
     ReadItem,
     SavePlan,
+    Streamed,
     TensorStorageMetadata,
     WriteItem,
     byte_item,
@@ -38,7 +40,6 @@ from functional_ckpt.torch.dcp import (
     is_whole,
     metadata_of,
     read_item,
-    streamed,
     write_item,
     written_box,
 )
@@ -188,10 +189,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Build the object from allowed types, then let DCP put it in its place."""
-        data = torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8).numpy()
-        found = object_from_bytes(read_item.storage_index.fqn, data, self.policy.safe_globals)
-        super().load_bytes(read_item, streamed(found))
+        """Build the object from allowed types, then let DCP put it in its place; our reader has done so already."""
+        if not isinstance(value, Streamed):
+            data = np.frombuffer(value.read(), np.uint8)
+            value = Streamed(object_from_bytes(read_item.storage_index.fqn, data, self.policy.safe_globals))
+        super().load_bytes(read_item, value)
 
     def _metadata(self) -> Metadata:
         if self.metadata is None:

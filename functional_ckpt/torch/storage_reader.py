@@ -1,14 +1,14 @@
 """Reading for ``torch.distributed.checkpoint``: `ZarrStorageReader`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from functional_ckpt.collector import RareCollection, collector_paused
-from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
-from functional_ckpt.loading import read_object
+from functional_ckpt.errors import CheckpointError, GapError, ProblemError, ShapeError, SpecError, raise_problems
+from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.policy import LoadPolicy
@@ -26,11 +26,11 @@ from functional_ckpt.torch.dcp import (
     Metadata,
     ReadItem,
     StorageReader,
+    Streamed,
     done,
     is_bytes,
     read_box,
     stored_metadata,
-    streamed,
 )
 from functional_ckpt.torch.tensors import TORCH_LEAVES
 
@@ -127,13 +127,12 @@ class ZarrStorageReader(StorageReader):
         with collector_paused():
             targets = [planner.resolve_tensor(item) for item in tensors]
             raise_problems(_uncovered(tensors, planner))
+            streams = opened.streams([item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
             opened.fill(tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
-        for item in plan.items:
-            if is_bytes(item):
-                value = opened.value(item.storage_index.fqn, self.policy.safe_globals)
-                planner.load_bytes(item, streamed(value))
+        for item, stream in streams:
+            planner.load_bytes(item, stream)
         check_identity(opened.store, opened.identity)
 
 
@@ -176,15 +175,27 @@ class _Opened:
         raise_problems(problem for problem in problems if problem is not None)
         read_plan(plan, entries, buffers, self.store, policy.budget_nbytes, policy.verify)
 
-    def value(self, key: str, safe_globals: Iterable[Any] | str) -> Any:
-        """Return the plain value or object under `key`."""
+    def streams(self, items: Iterable[ReadItem], safe_globals: Iterable[Any] | str) -> list[tuple[ReadItem, Streamed]]:
+        """Return the plain values and objects that items ask for; what cannot be read is told of all at once."""
+        objects = ObjectReader(self.store, safe_globals)
+        texts = {value.key: value.text for value in self.manifest.values}
+        problems: list[CheckpointError] = []
+        found: list[tuple[ReadItem, Streamed]] = []
+        for item in items:
+            try:
+                found.append((item, Streamed(self._value(item.storage_index.fqn, texts, objects))))
+            except CheckpointError as error:
+                problems.append(error)
+        raise_problems([*problems, *([objects.problem] if objects.problem else [])])
+        return found
+
+    def _value(self, key: str, texts: Mapping[str, str], objects: ObjectReader) -> Any:
         entry: ArrayEntry | None = self.manifest.by_key.get(key)
         if entry is not None:
-            return read_object(self.store, entry, safe_globals)
-        text = next((value.text for value in self.manifest.values if value.key == key), None)
-        if text is None:
+            return objects.read(entry)
+        if key not in texts:
             raise SpecError("the checkpoint has no such value", key)
-        return decode_text(key, text)
+        return decode_text(key, texts[key])
 
 
 def has_store(checkpoint_id: Any) -> bool:
