@@ -45,7 +45,9 @@ from functional_ckpt.torch.dcp import (
 )
 from functional_ckpt.torch.tensors import DTYPE_NAMES, TORCH_DTYPES
 
-__all__ = ["StrictLoadPlanner", "StrictSavePlanner", "global_save_plan", "load_plan", "local_save_plan"]
+__all__ = [
+    "StrictLoadPlanner", "StrictSavePlanner", "global_save_plan", "load_plan", "local_numel", "local_save_plan",
+]  # fmt: skip
 
 
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
@@ -241,7 +243,7 @@ def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemE
             cells[item.dest_index.fqn] = cells.get(item.dest_index.fqn, 0) + int(item.lengths.numel())
     problems: list[ProblemError] = []
     for key, value in wanted.items():
-        expected = _local_numel(value)
+        expected = local_numel(value)
         if expected is not None and cells.get(key, 0) != expected:
             shape = tuple(value.shape)
             problems.append(GapError("the checkpoint does not fill a tensor", key, None, shape, None,
@@ -249,8 +251,14 @@ def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemE
     return problems
 
 
-def _local_numel(value: Any) -> int | None:
-    """Return how many elements of a tensor this rank holds; None for what is no tensor."""
+def local_numel(value: Any) -> int | None:
+    """Return how many elements of a tensor this rank holds; None for what is no tensor.
+
+    Examples
+    --------
+    >>> local_numel(torch.ones(2, 3)), local_numel(3)
+    (6, None)
+    """
     if not isinstance(value, torch.Tensor):
         return None
     chunks = getattr(value, "__create_chunk_list__", None)

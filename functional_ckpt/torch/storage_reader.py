@@ -32,6 +32,7 @@ from functional_ckpt.torch.dcp import (
     read_box,
     stored_metadata,
 )
+from functional_ckpt.torch.planner import local_numel
 from functional_ckpt.torch.tensors import TORCH_LEAVES
 
 __all__ = ["ZarrStorageReader", "has_store"]
@@ -126,7 +127,7 @@ class ZarrStorageReader(StorageReader):
         tensors = [item for item in plan.items if not is_bytes(item)]
         with collector_paused():
             targets = [planner.resolve_tensor(item) for item in tensors]
-            raise_problems(_uncovered(tensors, planner))
+            raise_problems([*_uncovered(tensors, planner), *opened.left_out(plan.items, planner)])
             streams = opened.streams([item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
             opened.fill(tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
@@ -150,6 +151,24 @@ class _Opened:
         store = open_store(path)
         identity = store.identity()
         return cls(store, identity, read_manifest(path))
+
+    def left_out(self, items: Iterable[ReadItem], planner: Any) -> list[ProblemError]:
+        """Return a problem for each key that is stored and wanted whole, and for which the plan reads nothing.
+
+        Needs a planner that shows what it wants, and that may not load in part.
+        """
+        wanted = getattr(planner, "state_dict", None)
+        if not isinstance(wanted, Mapping) or getattr(planner, "allow_partial_load", False):
+            return []
+        planned = {item.dest_index.fqn for item in items}
+        stored = {*self.manifest.by_key, *(value.key for value in self.manifest.values)}
+        return [
+            GapError("the plan reads nothing for a key", key, None, None, None,
+                     "1 value" if count is None else f"{count} elements", 0,
+                     "Leave it out of the state dict, or pass a planner with allow_partial_load=True")
+            for key, value in wanted.items()
+            if key in stored and key not in planned and (count := local_numel(value)) != 0
+        ]  # fmt: skip
 
     def fill(self, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
         """Read the region of each item into its target."""
