@@ -182,7 +182,9 @@ class _Capture:
         sharding = None if held.sharding is None else relabelled(held.sharding, getattr(self.gather, "members", None))
         self._shards += () if held.copy or sharding is not None else held.all_shards(self.gather.rank)
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
-        copy_digest = content_digest(held.buffers[0], held.spec) if checked and not is_per_rank(path) else None
+        copy_digest: bytes | None = None
+        if checked and not is_per_rank(path):
+            copy_digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
         leaf = ArrayLeaf(held.spec, path, codec, None, held.copy, copy_digest, sharding)
         self._arrays.append((leaf, held.identity))
 

@@ -59,7 +59,8 @@ def _dtype_of(text: Any) -> np.dtype[Any]:
         return numpy_dtype(text)
     if not _DTYPE.fullmatch(text):
         raise ValueError(f"{text!r} is no data type")
-    return np.dtype(text)
+    dtype: np.dtype[Any] = np.dtype(text)
+    return dtype
 
 
 def _encode_scalar(value: Any) -> Any:
@@ -76,7 +77,7 @@ def _encode_scalar(value: Any) -> Any:
 
 def _decode_scalar(body: Any) -> Any:
     name, text = body
-    scalar = _decode_array([name, [], text])[()]
+    scalar: Any = _decode_array([name, [], text])[()]
     if not isinstance(scalar, np.generic):
         raise TypeError(f"{name!r} has no scalars")
     return scalar

@@ -104,7 +104,7 @@ class _Items:
             raise SpecError("the items of one tensor disagree", leaf.key, self.rank, leaf.spec.shape, region.box.start,
                             (first.spec.shape, first.spec.dtype), (leaf.spec.shape, leaf.spec.dtype))  # fmt: skip
         if leaf.is_copy and self.digested and self.policy.replicated == "check":
-            digest = content_digest(region.buffer, leaf.spec)
+            digest = content_digest(region.buffer, leaf.spec, self.policy.budget_nbytes)
             self._leaves[leaf.key] = attrs.evolve(leaf, copy_digest=digest)
         self._regions.setdefault(leaf.key, []).append(region)
 
