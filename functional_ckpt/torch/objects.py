@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Iterable
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -30,6 +31,8 @@ _SAFE: tuple[Any, ...] = (
     datetime.timezone, Decimal, UUID, io.BytesIO, type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath,
     argparse.Namespace,
 )  # fmt: skip
+#: What the pickle of a set has in it.
+_SETS = (b"__builtin__\nset\n", b"__builtin__\nfrozenset\n")
 _PER_RANK = f"{PerRank.__module__}.{PerRank.__qualname__}"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -50,22 +53,36 @@ def _text_of(coded: Any) -> str | None:
     return None if coded is None else canonical(coded)
 
 
-class _Pickling:
-    """What ``torch.save`` takes for the module ``pickle``."""
+class _SortingPickler(pickle._Pickler):
+    """Writes sets of plain values in an order that does not depend on the process; slow, and the only one that can."""
 
-    Pickler = _Pickler
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to make a value, or leave it to its class."""
+        if type(value) not in (set, frozenset):
+            return _Pickler.reducer_override(self, value)  # type: ignore[arg-type]
+        items = [(plain_text(item), item) for item in value]
+        if any(text is None for text, _ in items):
+            return NotImplemented
+        return type(value), ([item for _, item in sorted(items, key=lambda pair: str(pair[0]))],)
+
+
+def _bytes_of(value: Any, pickler: type) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=SimpleNamespace(__name__="pickle", Pickler=pickler))
+    return buffer.getvalue()
 
 
 def dump(key: str, value: Any) -> Array:
-    """Return what ``torch.save`` writes, as a uint8 array."""
-    buffer = io.BytesIO()
+    """Return what ``torch.save`` writes, as a uint8 array: the same on all ranks that hold the same."""
     try:
-        torch.save(value, buffer, pickle_module=_Pickling)
+        data = _bytes_of(value, _Pickler)
+        if any(name in data for name in _SETS):
+            data = _bytes_of(value, _SortingPickler)
     except Exception as error:  # pickling calls code of the object, which can raise anything
         raise ObjectCodecError(
             "an object cannot be serialised", key, found=f"{type(error).__name__}: {error}"
         ) from error
-    return np.frombuffer(buffer.getvalue(), np.uint8)
+    return np.frombuffer(data, np.uint8)
 
 
 def classes_to_allow(data: bytes, safe_globals: Iterable[Any]) -> tuple[str, ...]:
