@@ -171,37 +171,6 @@ def test_plain_values_and_tensors_must_agree_unless_trusted(tmp_path, fast, prob
     assert len(set(loaded["w"])) == 1
 
 
-def test_a_tie_on_one_rank_only_is_no_tie(tmp_path, fast):
-    def saving(gather):
-        w = np.arange(3)
-        state = {"a": w, "b": w if gather.rank else w.copy()}
-        return save(state, tmp_path / "a", policy=fast, process_group=gather)
-
-    assert run_ranks(2, saving)[0].aliases == ()
-
-
-def test_a_tie_to_a_key_that_more_ranks_hold_is_no_tie(tmp_path, fast, piece, problems_of):
-    """Rank 0 ties its half of `a` to `b`: the other half of `b` is nobody's, though `a` has one."""
-    top, bottom = (piece(GRID, rows(2, rank)) for rank in range(2))
-
-    def saving(gather):
-        state = {"a": top, "b": top} if gather.rank == 0 else {"a": bottom}
-        return problems_of(save, state, tmp_path / "a", policy=fast, process_group=gather)
-
-    for problems in run_ranks(2, saving):
-        assert {(type(problem).__name__, problem.key) for problem in problems} == {("GapError", "b")}
-
-
-def test_a_tie_that_all_holders_have_is_one(tmp_path, fast, piece):
-    top, bottom = (piece(GRID, rows(2, rank)) for rank in range(2))
-
-    def saving(gather):
-        half = bottom if gather.rank else top
-        return save({"a": half, "b": half}, tmp_path / "a", policy=fast, process_group=gather)
-
-    assert [(alias.key, alias.target) for alias in run_ranks(2, saving)[0].aliases] == [("b", "a")]
-
-
 # Failing together
 
 
