@@ -1,11 +1,9 @@
 """Several ranks on this machine: spawned processes (never forked) that gloo joins on 127.0.0.1."""
 
-import gc
 import os
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.measure import Sample, timed
-
-_THRESHOLDS = gc.get_threshold()
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -33,12 +29,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def timed_by_all(run: Callable[[], object]) -> Sample:
-    """Time one call on all ranks: the wall time of the slowest rank after a barrier, the CPU time of all.
-
-    Nobody gains from what another library has set: the cycle collector works as it did at the start.
-    """
-    while gc.get_threshold() != _THRESHOLDS:
-        time.sleep(0.05)
+    """Time one call on all ranks: the wall time of the slowest rank after a barrier, the CPU time of all."""
     dist.barrier()
     sample = timed(run)
     everyone = gathered((sample.wall, sample.cpu))

@@ -26,9 +26,8 @@ from benchmarks.place import default_directories, scratch_place
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, time_cells
 from functional_ckpt.capture import capture
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import LocalGather
-from functional_ckpt.planning import Planner
+from functional_ckpt.planning import PlanMemory, Planner
 from functional_ckpt.torch.mapping import ShardedTensor
 from functional_ckpt.torch.sharded_state import leaves_to_save
 from functional_ckpt.torch.state_parts import Parts
@@ -117,8 +116,8 @@ def _plan(count: int, name: str) -> tuple[float, ...]:
     marks.append(time.process_time())
     leaves = leaves_to_save(parts.sharded)
     marks.append(time.process_time())
-    with collector_paused():  # as `save` does
-        Planner("memory://mapping", policy, alone).agree(lambda: capture(leaves, alone, policy, False, None))
+    planner = Planner("memory://mapping", policy, alone, PlanMemory())
+    planner.agree(lambda: capture(leaves, alone, policy, False, None))
     marks.append(time.process_time())
     return tuple(after - before for before, after in pairwise(marks))
 

@@ -151,8 +151,8 @@ def _counting() -> list[int]:
         setattr(FileStore, method, call)
 
     counted("read", lambda found: len(found or b""))
-    counted("map", lambda found, ranges=(): sum(high - low for low, high in ranges) or len(found))
     counted("read_into", lambda found, into, *_: len(into))
+    counted("read_ranges", lambda found, starts, nbytes, into: len(into))
     return read
 
 

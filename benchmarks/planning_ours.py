@@ -1,8 +1,7 @@
 """What a rank of ours computes for one save; the functions that know today's planning, each a few lines.
 
 Every rank computes it, where DCP has a coordinator. As with DCP: what ranks send is made outside of the timing, what
-travels is not counted, and what has to be unpickled, planned and written down is. The collector is paused, as `save`
-does it.
+travels is not counted, and what has to be unpickled, planned and written down is.
 """
 
 import pickle
@@ -14,8 +13,7 @@ import numpy as np
 
 from benchmarks.planning_world import COLUMNS, DTYPE, RowCuts
 from benchmarks.stages import Stages
-from functional_ckpt.collector import collector_paused
-from functional_ckpt.plan.agreement import contents_agree, propose, world_digest
+from functional_ckpt.plan.agreement import Basis, contents_agree, propose, world_digest
 from functional_ckpt.plan.local import plan_local_save
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import (
@@ -24,10 +22,11 @@ from functional_ckpt.plan.state import (
     LocalState,
     Part,
     build_manifest,
-    merge_states,
-    merge_values,
+    content_problems,
+    filled,
+    merge_structures,
 )
-from functional_ckpt.planning import Agreed, opened, plan_together, sealed
+from functional_ckpt.planning import Plan, opened, plan_gathered, sealed
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
@@ -44,15 +43,15 @@ def plan_all(cuts: RowCuts) -> dict[str, float]:
     """Return the CPU seconds of each stage."""
     stages = Stages()
     messages = [_message(cuts, rank) for rank in range(cuts.ranks)]
-    with collector_paused():
-        with stages("gather"):
-            parts = gathered(messages)
-        messages.clear()
-        with stages("plan"):
-            agreed = plan_together(parts, 0, POLICY, True, True, POLICY.budget_nbytes)
-        messages = _receipts(agreed, cuts.ranks)
-        with stages("metadata"):
-            _manifest(agreed, messages)
+    with stages("gather"):
+        parts = gathered(messages)
+    messages.clear()
+    with stages("plan"):
+        structures = [(rank, part.structure()) for rank, part in parts]
+        plan = plan_gathered(_basis(parts[0][1], cuts.ranks), structures, POLICY.budget_nbytes)
+    messages = _receipts(plan, cuts.ranks)
+    with stages("metadata"):
+        _manifest(plan, messages)
     return stages.cpu_s
 
 
@@ -60,18 +59,19 @@ def plan_again(cuts: RowCuts) -> dict[str, float]:
     """Return the CPU seconds of planning the same world once more: ranks say digests, and remember the plan."""
     stages = Stages()
     state = _state(cuts, 0)
-    first = propose(state, LocalState(), POLICY.replicas, POLICY.budget_nbytes)
+    first = propose(_basis(state, cuts.ranks), state.contents(), LocalState(), POLICY.budget_nbytes)
     # Ranks differ in their shards; any digests of that length cost the same.
-    said = [attrs.evolve(first, shards=rank.to_bytes(16, "little")) for rank in range(cuts.ranks)]
+    said = [attrs.evolve(first, basis=rank.to_bytes(16, "little")) for rank in range(cuts.ranks)]
     world = world_digest(said, POLICY.budget_nbytes)
     messages = [pickle.dumps(attrs.evolve(proposal, planned=world)) for proposal in said]
-    known, _ = merge_states([(0, state)])
-    with collector_paused(), stages("plan"):
+    structure, _ = merge_structures([(0, state.structure())])
+    with stages("plan"):
         proposals = [pickle.loads(message) for message in messages]
         remembered = world_digest(proposals, POLICY.budget_nbytes) == world
         if not (remembered and contents_agree(proposals) and all(p.planned == world for p in proposals)):
             raise ValueError("the plan was not remembered")
-        merge_values([(0, state)], known)
+        content_problems([(0, state)])
+        filled(structure, [(0, state)])
     return stages.cpu_s
 
 
@@ -97,6 +97,11 @@ def plan_local(ranks: int, local: Sequence[PlacedArray]) -> SavePlan:
     return plan_local_save(ranks // 2, local, POLICY.layout)
 
 
+def _basis(state: LocalState, ranks: int) -> Basis:
+    counts = (1,) * len(state.arrays)
+    return Basis(0, ranks, True, True, POLICY.layout, POLICY.replicas, state.structure(), LocalState(), counts)
+
+
 def _message(cuts: RowCuts, rank: int) -> bytes:
     """What a rank sends."""
     return pickle.dumps(sealed(_state(cuts, rank).tabled(rank)))
@@ -112,9 +117,9 @@ def _state(cuts: RowCuts, rank: int) -> LocalState:
     return LocalState(tuple(leaves), tuple(shards))
 
 
-def _receipts(agreed: Agreed, ranks: int) -> list[bytes]:
+def _receipts(plan: Plan, ranks: int) -> list[bytes]:
     """What the ranks report when they have written: the digests of some chunks each."""
-    counts = [array.grid.size for array in agreed.arrays]
+    counts = [array.grid.size for array in plan.arrays]
     numbers = np.repeat(np.arange(len(counts)), counts)
     chunks = np.concatenate([np.arange(count) for count in counts])
     words = np.zeros((len(chunks), 2), np.int64)
@@ -123,7 +128,7 @@ def _receipts(agreed: Agreed, ranks: int) -> list[bytes]:
     ]
 
 
-def _manifest(agreed: Agreed, messages: Sequence[bytes]) -> bytes:
+def _manifest(plan: Plan, messages: Sequence[bytes]) -> bytes:
     """The text that describes the checkpoint."""
     chunks = ChunkRows.joined([pickle.loads(message) for message in messages])
-    return build_manifest(agreed.state, agreed.arrays, chunks).to_json()
+    return build_manifest(plan.structure, plan.arrays, chunks).to_json()

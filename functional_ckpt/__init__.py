@@ -11,6 +11,7 @@ Examples
 """
 
 import importlib
+import threading  # noqa: F401 - imported for the first time at exit, it does not know that no thread is waited for
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
     from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
     from functional_ckpt.store.sweep import sweep
+
+    __version__: str
 
 _MODULES = {
     "async_save": "api",
@@ -90,6 +93,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name == "errors":
         return importlib.import_module("functional_ckpt.errors")
     if name not in _MODULES:
@@ -100,4 +105,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
+
+
+def _version() -> str:
+    metadata = importlib.import_module("importlib.metadata")  # here: it is slow to import
+    try:
+        return str(metadata.version("functional_ckpt"))
+    except metadata.PackageNotFoundError:  # the source tree, not installed
+        return "0+unknown"

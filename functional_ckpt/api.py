@@ -6,17 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from functional_ckpt.collector import collector_paused
-from functional_ckpt.comm import Gather, LocalGather
+from functional_ckpt.arguments import check_save
+from functional_ckpt.capture import Captured, capture
+from functional_ckpt.comm import Gather, LocalGather, lane_of, turn_of
 from functional_ckpt.errors import NotImplementedYet, SpecError
 from functional_ckpt.loading import load_tree
-from functional_ckpt.pending import PendingSave, start
+from functional_ckpt.pending import PendingSave, raise_dropped, start, wait_for_all
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.progress import Progress, Tracker
-from functional_ckpt.saving import prepare, stage, write
+from functional_ckpt.saving import Prepared, abandoning, prepare_captured, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
+
+_PLANS = PlanMemory()
 
 
 def save(
@@ -64,9 +68,14 @@ def save(
     ['model.w']
     """
     _refuse_base(base)
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    with collector_paused():
-        return write(prepare(state, path, policy, gather, overwrite, attributes), Tracker(progress))
+
+    def check() -> None:
+        check_save("save", state, path, policy, overwrite, attributes, progress)
+
+    wait_for_all()
+    gather = _gather(process_group, policy, "save", f"save of {named(path)}")
+    with turn_of(gather):
+        return write(_prepared(state, path, policy, gather, overwrite, attributes, check), Tracker(progress))
 
 
 def async_save(
@@ -96,13 +105,20 @@ def async_save(
     16
     """
     _refuse_base(base)
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    background = _gather(process_group, policy.timeout_s, "async")
-    with collector_paused():
-        prepared = prepare(state, path, policy, gather, overwrite, attributes)
+
+    def check() -> None:
+        check_save("async_save", state, path, policy, overwrite, attributes, progress)
+
+    what = f"async_save of {named(path)}"
+    gather = _gather(process_group, policy, "async_save", what)
     tracker = Tracker(progress)
-    staged = stage(prepared, background, tracker)
-    return start(lambda: write(staged, tracker), tracker)
+    with turn_of(gather):
+        prepared = _prepared(state, path, policy, gather, overwrite, attributes, check)
+        with abandoning(prepared):
+            once = prepared.site.save_id
+            background = _gather(process_group, policy, "background", what, once)
+            staged = stage(prepared, background, tracker)
+        return start(lambda: _written(staged, tracker), tracker, lane_of(gather))
 
 
 def load(
@@ -130,8 +146,8 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = _gather(process_group, policy.timeout_s, "sync")
-    with collector_paused():
+    gather = _gather(process_group, policy, "load", f"load of {named(path)}")
+    with turn_of(gather):
         return load_tree(like, path, policy, gather, progress)
 
 
@@ -152,7 +168,47 @@ def _refuse_base(base: object) -> None:
         raise NotImplementedYet("incremental saves come with a later release", remedy="Leave base=None")
 
 
-def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
+def named(path: str | Path) -> str:
+    """Return what a path is called, on whatever mount.
+
+    Examples
+    --------
+    >>> named("/data/run/step-100/")
+    "'step-100'"
+    """
+    return repr(str(path).rstrip("/").rpartition("/")[2])
+
+
+def _prepared(
+    state: Any,
+    path: str | Path,
+    policy: SavePolicy,
+    gather: Gather,
+    overwrite: bool,
+    attributes: Mapping[str, Any] | None,
+    check: Callable[[], None],
+) -> Prepared:
+    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for.
+
+    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
+    """
+
+    def describe() -> Captured:
+        check()
+        raise_dropped()
+        return capture(state, gather, policy, overwrite, attributes)
+
+    return prepare_captured(describe, path, policy, gather, overwrite, _PLANS)
+
+
+def _written(staged: Prepared, tracker: Tracker) -> Manifest:
+    with turn_of(staged.gather):
+        return write(staged, tracker)
+
+
+def _gather(
+    process_group: Any, policy: SavePolicy | LoadPolicy, purpose: str, what: str, once: str | None = None
+) -> Gather:
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:
@@ -161,7 +217,9 @@ def _gather(process_group: Any, timeout_s: float, purpose: str) -> Gather:
                             remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group")
-    return cast("Gather", group.torch_gather(process_group, timeout_s, purpose))
+    # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
+    timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
+    return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))
 
 
 def _is_torch_group(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -19,7 +19,7 @@ from functional_ckpt.errors import (
 from functional_ckpt.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
 from functional_ckpt.objects import object_bytes, trust_needed, warn_of_trust
 from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
-from functional_ckpt.plan.state import ArrayLeaf, LocalState, is_per_rank
+from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState, is_per_rank
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.array import check_key
 from functional_ckpt.spec.mesh import relabelled
@@ -30,14 +30,16 @@ from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.execute import content_digest
 from functional_ckpt.store.values import MAX_INLINE_NBYTES, plain_text
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "terms_of"]
+
+_EACH_RANKS_OWN = ("durability", "budget_nbytes", "timeout_s")
 
 
 @attrs.frozen(eq=False)
 class Captured:
     """What a rank holds: what all ranks may hold alike, its `own` part, and the buffers of both, in order of leaves.
 
-    `numbers` are the positions of a key's buffers among them; the first `common_count` belong to `common`.
+    `numbers` are the positions of a key's buffers among them; those of `common` come first.
     """
 
     common: LocalState
@@ -45,10 +47,9 @@ class Captured:
     buffers: tuple[Buffer, ...]
     numbers: Mapping[str, range]
 
-    @property
-    def common_count(self) -> int:
-        """Number of buffers of `common`."""
-        return sum(len(self.numbers[leaf.key]) for leaf in self.common.arrays)
+    def counts(self, state: LocalState) -> tuple[int, ...]:
+        """Return the numbers of buffers behind the leaves of `state`, `common` or `own`."""
+        return tuple([len(self.numbers[leaf.key]) for leaf in state.arrays])
 
 
 def capture(
@@ -67,7 +68,7 @@ def capture(
     seen.guard(seen.set_attributes, attributes or {})
     raise_problems(seen.problems)
     warn_of_trust(seen.untrusted)
-    common, own = attrs.evolve(seen.state(), terms=_terms(policy, overwrite)).parted()
+    common, own = attrs.evolve(seen.state(), terms=terms_of(policy, overwrite)).parted()
     buffers: list[Buffer] = []
     numbers: dict[str, range] = {}
     for leaf in (*common.arrays, *own.arrays):
@@ -88,6 +89,7 @@ class _Capture:
         self._arrays: list[tuple[ArrayLeaf, Any]] = []
         self._values: list[ValueEntry] = []
         self._per_rank: list[PerRankEntry] = []
+        self._copies: list[CopyDigest] = []
         self._attributes = "{}"
         self._keys: dict[str, Path] = {}
         self.untrusted: dict[str, tuple[str, ...]] = {}
@@ -112,17 +114,18 @@ class _Capture:
             attrs.evolve(leaf, tied_to=first[identity]) if first[identity] != leaf.key else leaf
             for leaf, identity in self._arrays
         )
-        values, per_rank = tuple(self._values), tuple(self._per_rank)
-        return LocalState(arrays, tuple(self._shards), values, per_rank, self._attributes)
+        values, per_rank, copies = tuple(self._values), tuple(self._per_rank), tuple(self._copies)
+        return LocalState(arrays, tuple(self._shards), values, per_rank, self._attributes, copies=copies)
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Check and keep the user's attributes."""
         try:
             self._attributes = canonical(dict(attributes))
         except (TypeError, ValueError) as error:
-            raise SpecError("attributes must be JSON", "attributes", found=str(error)) from None
+            raise SpecError("attributes must be JSON", "attributes", found=str(error),
+                            remedy="Pass text, finite numbers, None, lists and dicts of them") from None  # fmt: skip
         if "functional_ckpt" in attributes:
-            raise SpecError("this attribute name is ours", "functional_ckpt", remedy="Rename the attribute")
+            raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
 
     def add(self, path: Path, leaf: Any) -> None:
         """Collect one leaf."""
@@ -145,7 +148,7 @@ class _Capture:
             raise UnsupportedLeafError(
                 "a leaf is neither an array nor a plain value", key, None, None, None,
                 "an array, a number, text, bytes, None, or a tuple of plain values", _type_name(leaf),
-                "Make a tuple of arrays a list; for other objects pass SavePolicy(object_codec='torch')",
+                _remedy(leaf),
             )  # fmt: skip
         else:
             self._add_object(key, path, leaf)
@@ -182,17 +185,36 @@ class _Capture:
         sharding = None if held.sharding is None else relabelled(held.sharding, getattr(self.gather, "members", None))
         self._shards += () if held.copy or sharding is not None else held.all_shards(self.gather.rank)
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
-        copy_digest: bytes | None = None
         if checked and not is_per_rank(path):
-            copy_digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
-        leaf = ArrayLeaf(held.spec, path, codec, None, held.copy, copy_digest, sharding)
+            digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
+            self._copies.append(CopyDigest(held.spec, digest))
+        leaf = ArrayLeaf(held.spec, path, codec, None, held.copy, sharding)
         self._arrays.append((leaf, held.identity))
 
 
-def _terms(policy: SavePolicy, overwrite: bool) -> str:
-    """Return what all ranks must want alike; budget and durability are each rank's own."""
-    alike = (policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec, policy.consolidate)
+def terms_of(policy: SavePolicy, overwrite: bool) -> str:
+    """Return what all ranks must want alike: all but what is each rank's own.
+
+    Examples
+    --------
+    >>> terms_of(SavePolicy(timeout_s=5), False) == terms_of(SavePolicy(), False)
+    True
+    """
+    names = (field.name for field in attrs.fields(SavePolicy))
+    alike = {name: getattr(policy, name) for name in names if name not in _EACH_RANKS_OWN}
     return f"{alike} overwrite={overwrite}"
+
+
+def _remedy(leaf: Any) -> str:
+    if callable(getattr(leaf, "state_dict", None)):
+        return "Save its state_dict() instead"
+    if isinstance(leaf, tuple):
+        return "Make the tuple a list"
+    if isinstance(leaf, Iterator):
+        return "Make it a list"
+    if isinstance(leaf, Mapping):
+        return "Make it a dict"
+    return "Save what it holds as plain values, or pass SavePolicy(object_codec='torch')"
 
 
 def _is_representable(key: object) -> bool:

@@ -5,28 +5,31 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import numpy as np
 
 from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
 from functional_ckpt.objects import ObjectReader
+from functional_ckpt.plan.field import is_word, refuse
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.mismatch import listed, nearest
+from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import Fragment
-from functional_ckpt.spec.tree import DictKey, map_leaves, unflatten
-from functional_ckpt.store.base import Store
+from functional_ckpt.spec.tree import DictKey, has_prefix, map_leaves, unflatten
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_manifest
+from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
+
+Framework: TypeAlias = Literal["numpy", "torch"]
 
 _BUDGET_NBYTES = 2**30
 
@@ -44,8 +47,7 @@ class StoredArray:
     """
 
     entry: ArrayEntry
-    _store: Store
-    _identity: object
+    _opened: Opened
 
     @property
     def key(self) -> str:
@@ -96,10 +98,19 @@ class StoredArray:
             For an index outside the array, or of a kind that numpy would call fancy.
         CorruptionError
             If a chunk is missing, or one that is read whole differs from its digest.
+        ReplacedError
+            If the checkpoint was replaced or removed since it was opened.
         """
         box, rest = _basic_index(index, self.shape, self.key)
+        with self._opened.guard():
+            values = self._read(box)
+        self._opened.check()
+        return values[rest]
+
+    def _read(self, box: Box) -> Array:
+        store = self._opened.store
         for chunk in self.entry.grid.touched(box):
-            problem = check_chunk(self._store, self.entry, chunk)
+            problem = check_chunk(store, self.entry, chunk)
             if problem is not None:
                 raise problem
         try:
@@ -109,9 +120,8 @@ class StoredArray:
                 "an array does not fit into memory", self.key, None, self.shape, found=str(error)
             ) from None
         reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
-        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], self._store, _BUDGET_NBYTES)
-        check_identity(self._store, self._identity)
-        return values[rest]
+        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], store, _BUDGET_NBYTES)
+        return values
 
     def torch(self) -> Any:
         """Return the whole array as a CPU tensor (needs torch)."""
@@ -132,14 +142,17 @@ class Checkpoint(Mapping[str, StoredArray]):
     (['w'], 'a', 7)
     """
 
-    manifest: Manifest
-    _store: Store
-    _identity: object
+    _opened: Opened
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it contains."""
+        return self._opened.manifest
 
     @property
     def url(self) -> str:
         """Where the checkpoint is."""
-        return self._store.url
+        return self._opened.store.url
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -150,10 +163,8 @@ class Checkpoint(Mapping[str, StoredArray]):
         """Return the array under `key`."""
         entry = self.manifest.by_key.get(key)
         if entry is None:
-            plain = any(value.key == key for value in self.manifest.values)
-            remedy = "It is a plain value: look at state() or tree()" if plain else None
-            raise KeyMismatchError("the checkpoint has no such array", key, remedy=remedy)
-        return StoredArray(entry, self._store, self._identity)
+            raise KeyMismatchError("the checkpoint has no such array", key, remedy=self._remedy(key))
+        return StoredArray(entry, self._opened)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys of all arrays, sorted."""
@@ -162,6 +173,12 @@ class Checkpoint(Mapping[str, StoredArray]):
     def __len__(self) -> int:
         """Return the number of arrays, tied keys included."""
         return len(self.manifest.by_key)
+
+    def _remedy(self, key: str) -> str | None:
+        if any(value.key == key for value in self.manifest.values):
+            return "It is a plain value: look at state() or tree()"
+        below = [name for name in self if has_prefix(name, key)]
+        return f"Below it are {listed(below)}" if below else nearest(key, list(self))
 
     def tree(self) -> Any:
         """Return the nested state with plain values in place and arrays as `StoredArray`.
@@ -177,20 +194,28 @@ class Checkpoint(Mapping[str, StoredArray]):
         except (ValueError, RecursionError) as error:
             raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None
 
-    def state(self, framework: str = "numpy", safe_globals: Any = ()) -> Any:
+    def state(self, framework: Framework = "numpy", safe_globals: Any = ()) -> Any:
         """Return the whole nested state, unsharded, as numpy arrays or (``framework="torch"``) CPU tensors.
 
         Tied leaves are one array. Objects are read under `safe_globals`, see `LoadPolicy`.
+
+        Raises
+        ------
+        PolicyError
+            For another framework, or what `LoadPolicy` refuses as `safe_globals`.
         """
+        if not is_word(framework, *get_args(Framework)):
+            raise refuse(self, "framework", "'numpy' or 'torch'", framework)
         made: dict[str, Any] = {}
-        objects = ObjectReader(self._store, safe_globals)
+        objects = ObjectReader(self._opened.store, LoadPolicy(safe_globals=safe_globals).safe_globals)
 
         def materialise(_path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, StoredArray):
                 return leaf
             if leaf.key not in made:
                 if leaf.entry.codec is not None:
-                    made[leaf.key] = objects.read(leaf.entry)
+                    with self._opened.guard():
+                        made[leaf.key] = objects.read(leaf.entry)
                 else:
                     made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
             return made[leaf.key]
@@ -207,6 +232,9 @@ class Checkpoint(Mapping[str, StoredArray]):
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a committed checkpoint; reads its manifest only.
 
+    On a file system its directory is kept open until nobody refers to the result or its arrays any more, so that no
+    other checkpoint is read in its stead.
+
     Raises
     ------
     NotACheckpointError, CorruptionError
@@ -219,9 +247,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://no-such, ...
     """
-    store = open_store(path)
-    identity = store.identity()
-    return Checkpoint(read_manifest(path), store, identity)
+    return Checkpoint(Opened.at(path))
 
 
 def _path(path: tuple[Any, ...] | None, key: str) -> tuple[Any, ...]:
@@ -242,13 +268,14 @@ def _basic_index(index: Any, shape: tuple[int, ...], key: str) -> tuple[Box, tup
     items += [slice(None)] * (len(shape) - len(items))
     if len(items) != len(shape):
         raise IndexError(f"too many indices for {key!r} of shape {shape}")
-    bounds = [_axis_bounds(item, n, key, shape) for item, n in zip(items, shape, strict=True)]
+    bounds = [_axis_bounds(item, axis, key, shape) for axis, item in enumerate(items)]
     box = Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
     # As in numpy, `...` gives an array where plain ints would give a scalar.
     return box, (*(b[2] for b in bounds), *((...,) if open_ended else ()))
 
 
-def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tuple[int, int, Any]:
+def _axis_bounds(item: Any, axis: int, key: str, shape: tuple[int, ...]) -> tuple[int, int, Any]:
+    extent = shape[axis]
     if isinstance(item, slice):
         picked = range(extent)[item]
         if not len(picked):
@@ -259,6 +286,8 @@ def _axis_bounds(item: Any, extent: int, key: str, shape: tuple[int, ...]) -> tu
         if isinstance(item, bool):  # a mask to numpy, though Python takes it for an int
             raise TypeError
         at = range(extent)[item]
+    except IndexError:
+        raise IndexError(f"index {item} is out of range for axis {axis} of {key!r} with shape {shape}") from None
     except TypeError:
         raise ShapeError("only ints, slices and ... index a stored array", key, None, shape, None, None, repr(item),
                          "Read a slice and index the numpy array") from None  # fmt: skip

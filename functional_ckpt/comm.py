@@ -2,7 +2,8 @@
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
@@ -16,7 +17,7 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.store.exchange import LocalExchange
 
-__all__ = ["Gather", "GatherOnly", "LocalGather", "agree", "together"]
+__all__ = ["Gather", "GatherOnly", "LocalGather", "agree", "lane_of", "together", "turn_of"]
 
 T = TypeVar("T")
 
@@ -81,9 +82,38 @@ class GatherOnly:
         """Number of processes in the group."""
         return self.gather.size
 
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """What a thread holds during a call of several steps."""
+        return turn_of(self.gather)
+
     def all_gather(self, value: Any) -> list[Any]:
         """Return the `value` of each rank."""
         return self.gather.all_gather(value)
+
+
+def turn_of(gather: Gather) -> AbstractContextManager[Any]:
+    """Return what a thread holds during a call of several steps, if threads of this rank must take turns.
+
+    Examples
+    --------
+    >>> with turn_of(LocalGather()):
+    ...     LocalGather().all_gather(1)
+    [1]
+    """
+    turn: AbstractContextManager[Any] = getattr(gather, "turn", nullcontext())
+    return turn
+
+
+def lane_of(gather: Gather) -> object:
+    """Return what calls that must follow one another have in common: None for a process alone.
+
+    Examples
+    --------
+    >>> lane_of(LocalGather()) is None
+    True
+    """
+    return getattr(gather, "lane", gather if gather.size > 1 else None)
 
 
 def agree(gather: Gather, function: Callable[[], T]) -> T:
@@ -139,10 +169,17 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
             "the group of ranks broke while they agreed or exchanged data", None, gather.rank, found=str(error),
             remedy="A peer died or did not answer within the policy's timeout_s",
         ) from (cause or error)  # fmt: skip
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
+    if cause is not None and (gather.size == 1 or not isinstance(cause, Exception)):
+        _raise_own(cause)
     _raise_merged([o.problems for o in outcomes], cause)
     return [o.value for o in outcomes]
+
+
+def _raise_own(cause: BaseException) -> NoReturn:
+    """Raise what this rank has raised, to nobody else; only errors of the operating system are ours to explain."""
+    if isinstance(cause, OSError):
+        raise _portable(cause)[0] from cause
+    raise cause
 
 
 def _raise_merged(problems: Sequence[tuple[CheckpointError, ...]], cause: BaseException | None) -> None:

@@ -6,6 +6,8 @@ second (the edge raises them). Fields are positional because errors travel betwe
 which rebuilds an exception from its positional arguments.
 """
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -32,6 +34,7 @@ __all__ = [
     "PolicyError",
     "ProblemError",
     "RankFailedError",
+    "ReplacedError",
     "ReplicaError",
     "SaveCancelledError",
     "ShapeError",
@@ -39,6 +42,7 @@ __all__ = [
     "StorageError",
     "UnsupportedLeafError",
     "raise_problems",
+    "report",
 ]
 
 
@@ -141,7 +145,7 @@ class UnsupportedLeafError(SpecError, TypeError):
 
 
 class PolicyError(ProblemError, ValueError):
-    """A policy field has a value that is not allowed."""
+    """A policy field, or an argument of a call, has a value that is not allowed."""
 
 
 class LayoutError(ProblemError):
@@ -190,6 +194,10 @@ class CorruptionError(StorageError):
     """Stored bytes are missing, have another size, or another digest than was saved."""
 
 
+class ReplacedError(StorageError):
+    """The checkpoint was replaced or removed while it was read; what was read of it is nothing."""
+
+
 class RankFailedError(ProblemError):
     """Another rank failed with an error that is not ours, or died."""
 
@@ -200,6 +208,24 @@ class SaveCancelledError(ProblemError):
 
 class NotImplementedYet(ProblemError, NotImplementedError):  # noqa: N818 - reads as a state, not an error
     """A documented option that this version does not build yet."""
+
+
+def report(text: str) -> None:
+    """Warn of something at the line that called this library.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     report("two keys are missing")
+    >>> caught[0].category.__name__
+    'CheckpointWarning'
+    """
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, CheckpointWarning, stacklevel=depth)
 
 
 def raise_problems(problems: Iterable[CheckpointError]) -> None:

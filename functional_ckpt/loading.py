@@ -1,21 +1,17 @@
 """A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
 
-import difflib
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
-    CheckpointWarning,
-    KeyMismatchError,
     PathNotSharedError,
     PerRankError,
-    ProblemError,
     SpecError,
     raise_problems,
 )
@@ -36,15 +32,16 @@ from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_committed
+from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
+from functional_ckpt.wanted import Told, WantedKeys
 
 __all__ = ["load_tree"]
 
 
 def load_tree(
-    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, report: Callable[[Progress], None] | None
+    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, progress: Callable[[Progress], None] | None
 ) -> Any:
     """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
 
@@ -53,40 +50,51 @@ def load_tree(
     CheckpointError
         On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
     """
-    tracker = Tracker(report)
-
-    opened: list[tuple[Store, object, Manifest]] = []
+    found: list[Opened] = []
 
     def open_it() -> str:
-        store = open_store(path)
-        identity = store.identity()
-        manifest, digest = read_committed(store)
-        opened.append((store, identity, manifest))
-        return digest
+        check_load(like, path, policy, progress)
+        found.append(Opened.at(path))
+        return found[0].digest
 
-    digests = together(gather, open_it)
-    store, identity, manifest = opened[0]
-    if len(set(digests)) > 1:
-        raise PathNotSharedError("the ranks see different checkpoints under one path", path=store.url,
-                                 remedy="Load from a path on a file system that all ranks share")  # fmt: skip
-    seeker = _Seeker(manifest, store, policy, gather)
+    try:
+        digests = together(gather, open_it)
+        if len(set(digests)) > 1:
+            remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
+            raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
+        return _load(like, found[0], policy, gather, Tracker(progress))
+    finally:
+        for opened in found:
+            opened.close()
+
+
+def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
+    seeker = _Seeker(opened.manifest, opened.store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> _Wish:
         tracker.enter("plan")
-        skeleton = seeker.seek(like)
-        kept.append((skeleton, seeker.plan()))
+        with opened.guard():
+            skeleton = seeker.seek(like)
+            kept.append((skeleton, seeker.plan()))
         return seeker.wish(kept[0][1])
 
     wishes = together(gather, plan)
     skeleton, load_plan = kept[0]
 
     def share() -> tuple[LoadPlan, Pieces | None]:
-        _check_unexpected(manifest, {key for wish in wishes for key in wish.used}, policy)
+        with opened.guard():
+            seeker.check(wishes)
         return seeker.share(load_plan, wishes)
 
     mine, moved = agree(gather, share)
-    agree(gather, lambda: seeker.read(mine, moved, identity, tracker))
+
+    def read() -> None:
+        with opened.guard():
+            seeker.read(mine, moved, tracker)
+        opened.check()
+
+    agree(gather, read)
 
     def finish() -> Any:
         loaded = _resolved(skeleton)
@@ -98,9 +106,9 @@ def load_tree(
 
 @attrs.frozen(eq=False)
 class _Wish:
-    """What a rank tells the others before a load: keys that it uses, and with `read_once` what it wants to read."""
+    """What a rank tells the others before a load: of its keys, and with `read_once` what it wants to read."""
 
-    used: tuple[str, ...]
+    keys: Told
     wanted: Pieces | None
     budget_nbytes: int
 
@@ -117,7 +125,7 @@ class _Seeker:
 
     def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
         self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
-        self.used: dict[str, None] = {}
+        self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
@@ -126,32 +134,24 @@ class _Seeker:
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
         self._made: dict[Hashable, Any] = {}
-        self._stored = [*manifest.by_key, *self._values]
-        self._hints = 3
 
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
 
-        Leaves for which nothing fitting is stored stay; `plan` reports them together with its own problems.
+        Leaves for which nothing fitting is stored stay; `check` reports them together with all other problems.
         """
         return map_leaves(self._leaf, like)
 
     def plan(self) -> LoadPlan:
-        """Plan the reads and check that every chunk they need is there.
-
-        Raises
-        ------
-        CheckpointError
-            All problems of all leaves.
-        """
+        """Plan the reads and look for every chunk they need; `check` reports the problems."""
         entries = self.manifest.by_key
+        self._problems += memory_problems(self.shards, self.buffers, entries)
+        self._problems += [self._objects.problem] if self._objects.problem is not None else []
         try:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
             self._problems.append(error)
-        if self._objects.problem is not None:
-            self._problems.append(self._objects.problem)
-        raise_problems(self._problems)
+            return LoadPlan(())
         needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
         for read in plan.reads:
             entry = entries[read.key]
@@ -159,7 +159,7 @@ class _Seeker:
             for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
                 needed[entry.spec.key, index] = entry
         problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
-        raise_problems(problem for problem in problems if problem is not None)
+        self._problems += [problem for problem in problems if problem is not None]
         return plan
 
     def wish(self, plan: LoadPlan) -> _Wish:
@@ -170,7 +170,17 @@ class _Seeker:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        return _Wish(tuple(self.used), wanted, self.policy.budget_nbytes)
+        return _Wish(self.keys.told(), wanted, self.policy.budget_nbytes)
+
+    def check(self, wishes: Sequence[_Wish]) -> None:
+        """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
+
+        Raises
+        ------
+        CheckpointError
+            All problems at once.
+        """
+        raise_problems([*self.keys.problems([wish.keys for wish in wishes]), *self._problems])
 
     def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""
@@ -184,7 +194,7 @@ class _Seeker:
         alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
-    def read(self, plan: LoadPlan, moved: Pieces | None, identity: object, tracker: Tracker) -> None:
+    def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
         budget, verify, failure = policy.budget_nbytes, policy.verify, None
@@ -202,11 +212,10 @@ class _Seeker:
             read_and_distribute(
                 moved, self.manifest.arrays, self.buffers, self.store, self.gather, budget, verify, tracker.add, failure
             )
-        check_identity(self.store, identity)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)
-        if not self.policy.selects(key):
+        if not self.keys.selects(key):
             return leaf
         try:
             if isinstance(leaf, PerRank):
@@ -220,28 +229,25 @@ class _Seeker:
         adapter = adapter_of(leaf)
         entry = self.manifest.by_key.get(key)
         if key in self._values or entry is not None:
-            self.used[key] = None
+            self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError("stored as an object, wanted as an array", key,
+                raise SpecError("the checkpoint has an object, `like` an array", key,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
-                raise SpecError("stored as a plain value, wanted as an array", key, found=self._values[key].text,
+                raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
-            # An empty container stands for what other ranks hold there.
-            if not (type(leaf) in (dict, list) and self._stored_below(key)):
-                self._missing(key)
-            return leaf
+            return self._unstored_leaf(key, leaf)
         if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
             array = adapter_of(entry.spec)
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
             raise SpecError(
-                "stored as an array, wanted as a plain value", key, None, entry.spec.shape, None, None,
+                "the checkpoint has an array, `like` a plain value", key, None, entry.spec.shape, None, None,
                 type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
             )  # fmt: skip
         return self._array_leaf(key, entry, leaf, adapter)
@@ -271,40 +277,42 @@ class _Seeker:
         elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
             entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
         ):  # fmt: skip
-            raise SpecError("two leaves share one memory, but different arrays are stored for them", key,
+            raise SpecError("two leaves of `like` share one memory, and the checkpoint has two arrays", key,
                             expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
         return later
 
-    def _missing(self, key: str) -> None:
-        action = self.policy.strict.missing
-        if action == "ignore":
-            return
-        problem = KeyMismatchError(
-            "the checkpoint has no such key", key, remedy=self._nearest(key)
-            or "Pass LoadPolicy(strict=Strict(missing='report')) to keep what `like` holds",
-        )  # fmt: skip
-        if action == "raise":
-            raise problem
-        warnings.warn(str(problem), CheckpointWarning, stacklevel=2)
-
-    def _nearest(self, key: str) -> str | None:
-        """Suggest a stored key, for the first few missing ones: comparing many with many takes minutes."""
-        self._hints -= 1
-        stored = self._stored
-        close = difflib.get_close_matches(key, stored, 1) if self._hints >= 0 and len(stored) < 10_000 else []
-        return f"Did you mean {close[0]!r}?" if close else None
-
-    def _stored_below(self, key: str) -> bool:
-        return not key or any(stored.startswith(f"{key}.") for stored in self._stored)
+    def _unstored_leaf(self, key: str, leaf: Any) -> Any:
+        """Return the leaf, for which nothing is stored under its own key."""
+        is_empty = type(leaf) in (dict, list)
+        if key not in self.keys.holders and not (is_empty and not key):  # a checkpoint of nothing has no key at all
+            self.keys.miss(key)
+        elif is_empty:  # stands for what other ranks hold there
+            self.keys.leave(key)
+        else:
+            self.keys.use_below(key)
+            if key in self._per_rank:
+                raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
+                                remedy="Put a PerRank(...) there in `like`")  # fmt: skip
+            what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
+            raise SpecError(
+                "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
+                remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
+            )  # fmt: skip
+        return leaf
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
         stored = self._per_rank.get(self.policy.stored_key(key))
         if stored is None:
-            self._missing(key)
+            key = self.policy.stored_key(key)
+            if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
+                self.keys.use_below(key)
+                raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
+                                remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
+            self.keys.miss(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")
-        below = [k for k in self._stored if k.startswith(start)]
-        self.used.update(dict.fromkeys(below))
+        below = [k for k in self.keys.stored if k.startswith(start)]
+        self.keys.use(below)
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
             rank = self.gather.rank if saved == now else 0
@@ -346,24 +354,3 @@ def _rank_key(key: str, rank: int, inner: TreePath) -> str:
 
 def _resolved(tree: Any) -> Any:
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)
-
-
-def _check_unexpected(manifest: Manifest, used: set[str], policy: LoadPolicy) -> None:
-    stored = [*manifest.by_key, *(value.key for value in manifest.values)]
-    # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
-    checked = policy.keys is None or policy.rename is None
-    extra = sorted(key for key in stored if checked and key not in used and policy.selects(key))
-    action = policy.strict.unexpected
-    if not extra or action == "ignore":
-        return
-    problems: list[ProblemError] = [
-        KeyMismatchError(
-            "the checkpoint has a key that `like` does not", key,
-            remedy="Add it, select with LoadPolicy(keys=...), or pass LoadPolicy(strict=Strict(unexpected='ignore'))",
-        )
-        for key in extra
-    ]  # fmt: skip
-    if action == "raise":
-        raise_problems(problems)
-    for problem in problems:
-        warnings.warn(str(problem), CheckpointWarning, stacklevel=2)

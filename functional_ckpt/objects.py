@@ -2,13 +2,12 @@
 
 import importlib
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from functional_ckpt.errors import CheckpointWarning, ObjectCodecError, raise_problems
+from functional_ckpt.errors import ObjectCodecError, raise_problems, report
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
@@ -96,6 +95,7 @@ def warn_of_trust(needed: Mapping[str, tuple[str, ...]]) -> None:
 
     Examples
     --------
+    >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     warn_of_trust({"a": (), "b": ("m.C",)})
@@ -104,8 +104,7 @@ def warn_of_trust(needed: Mapping[str, tuple[str, ...]]) -> None:
     """
     untrusted = {key: names for key, names in needed.items() if names}
     if untrusted:
-        text = f"objects that are not plain values: {_where(untrusted)}. To load them, {_remedy(untrusted)}"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        report(f"objects that are not plain values: {_where(untrusted)}. To load them, {_remedy(untrusted)}")
 
 
 def _refused_classes(key: str, data: Array, safe_globals: Iterable[Any] | str) -> tuple[str, ...]:

@@ -1,11 +1,22 @@
 """`SavePolicy` and `LoadPolicy`: every choice of a save or load, in one immutable value each."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
-from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.field import (
+    as_int,
+    as_number,
+    as_tuple,
+    flag,
+    is_function,
+    is_word,
+    one_of,
+    refuse,
+    seconds,
+    whole,
+)
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.spec.tree import has_prefix
 
@@ -14,17 +25,21 @@ __all__ = ["LoadPolicy", "SavePolicy", "Strict"]
 _GIB = 2**30
 
 
-def _one_of(*allowed: str) -> Callable[[Any, Any, Any], None]:
-    def check(_policy: Any, field: Any, value: Any) -> None:
-        if value not in allowed:
-            raise PolicyError(f"{field.name} is unknown", expected=" or ".join(map(repr, allowed)), found=repr(value))
+Replicas: TypeAlias = Literal["elect", "declared"]
+Replicated: TypeAlias = Literal["check", "trust"]
+Durability: TypeAlias = Literal["auto", "fsync", "syncfs", "none"]
+Commit: TypeAlias = Literal["auto", "rename", "marker"]
+ObjectCodec: TypeAlias = Literal["torch"]
+Action: TypeAlias = Literal["raise", "report", "ignore"]
+Cast: TypeAlias = Literal["error", "same_kind", "any"]
+Verify: TypeAlias = Literal["covered", "full", "none"]
+PerRankRule: TypeAlias = Literal["error", "first"]
+Trust: TypeAlias = Literal["trust"]
 
-    return check
 
-
-def _positive(_policy: Any, field: Any, value: Any) -> None:
-    if not value > 0:
-        raise PolicyError(f"{field.name} must be positive", found=value)
+def _check_layout(policy: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, LayoutPolicy):
+        raise refuse(policy, field.name, "a LayoutPolicy", value)
 
 
 @attrs.frozen(kw_only=True)
@@ -60,25 +75,27 @@ class SavePolicy:
     Raises
     ------
     PolicyError
-        For a value that is not listed above.
+        For a field of another type, or a value that is not listed above.
 
     Examples
     --------
     >>> SavePolicy(durability="never")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    functional_ckpt.errors.PolicyError: durability is unknown: expected 'auto' or 'fsync' or ...
+    functional_ckpt.errors.PolicyError: SavePolicy does not accept this durability: expected 'auto' or 'fsync' or ...
     """
 
-    layout: LayoutPolicy = attrs.field(factory=LayoutPolicy, validator=attrs.validators.instance_of(LayoutPolicy))
-    replicas: str = attrs.field(default="elect", validator=_one_of("elect", "declared"))
-    replicated: str = attrs.field(default="check", validator=_one_of("check", "trust"))
-    durability: str = attrs.field(default="auto", validator=_one_of("auto", "fsync", "syncfs", "none"))
-    commit: str = attrs.field(default="auto", validator=_one_of("auto", "rename", "marker"))
-    object_codec: str | None = attrs.field(default=None, validator=attrs.validators.optional(_one_of("torch")))
-    consolidate: bool = True
-    budget_nbytes: int = attrs.field(default=_GIB, validator=_positive)
-    timeout_s: float = attrs.field(default=600.0, converter=float, validator=_positive)
+    layout: LayoutPolicy = attrs.field(factory=LayoutPolicy, validator=_check_layout)
+    replicas: Replicas = attrs.field(default="elect", validator=one_of(*get_args(Replicas)))
+    replicated: Replicated = attrs.field(default="check", validator=one_of(*get_args(Replicated)))
+    durability: Durability = attrs.field(default="auto", validator=one_of(*get_args(Durability)))
+    commit: Commit = attrs.field(default="auto", validator=one_of(*get_args(Commit)))
+    object_codec: ObjectCodec | None = attrs.field(
+        default=None, validator=attrs.validators.optional(one_of(*get_args(ObjectCodec)))
+    )
+    consolidate: bool = attrs.field(default=True, validator=flag)
+    budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
+    timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
 
 
 @attrs.frozen
@@ -91,24 +108,84 @@ class Strict:
     'raise'
     """
 
-    missing: str = attrs.field(default="raise", validator=_one_of("raise", "report", "ignore"))
-    unexpected: str = attrs.field(default="raise", validator=_one_of("raise", "report", "ignore"))
+    missing: Action = attrs.field(default="raise", validator=one_of(*get_args(Action)))
+    unexpected: Action = attrs.field(default="raise", validator=one_of(*get_args(Action)))
 
 
-def _strict(value: "Strict | str") -> Strict:
-    return Strict(value, value) if isinstance(value, str) else value
+def _strict(value: Strict | Action | bool) -> Any:
+    if isinstance(value, bool):
+        return Strict() if value else Strict("report", "report")
+    if isinstance(value, str) and value in get_args(Action):
+        return Strict(value, value)
+    return value
 
 
-def _prefixes(value: Any) -> Any:
+def _check_strict(policy: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, Strict):
+        raise refuse(policy, field.name, "'raise' or 'report' or 'ignore', True or False, or a Strict", value)
+
+
+def _prefixes(value: str | Iterable[str] | Callable[[str], bool] | None) -> Any:
     if value is None or callable(value):
         return value
-    return (value,) if isinstance(value, str) else tuple(value)
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
-def _renames(value: Any) -> Any:
+def _check_keys(policy: Any, field: Any, value: Any) -> None:
+    texts = isinstance(value, tuple) and all(isinstance(prefix, str) for prefix in value)
+    if not (value is None or texts or is_function(value)):
+        raise refuse(policy, field.name, "key prefixes, or a function of a key", value)
+
+
+def _renames(value: Mapping[str, str] | Iterable[tuple[str, str]] | Callable[[str], str] | None) -> Any:
     if value is None or callable(value):
         return value
-    return tuple(value.items()) if isinstance(value, Mapping) else tuple(map(tuple, value))
+    pairs = as_tuple(value.items() if isinstance(value, Mapping) else value)
+    return tuple(map(as_tuple, pairs)) if isinstance(pairs, tuple) else value
+
+
+def _is_renaming(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(prefix, str) for prefix in pair)
+
+
+def _check_rename(policy: Any, field: Any, value: Any) -> None:
+    if value is None or is_function(value):
+        return
+    if not isinstance(value, tuple) or not all(map(_is_renaming, value)):
+        raise refuse(policy, field.name, "{prefix in `like`: stored prefix}, or a function of a key", value)
+    stems = [new.rstrip(".") for new, _ in value]
+    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if twice:
+        raise refuse(policy, field.name, "each prefix once", twice)
+
+
+def _classes(value: type | Iterable[Any] | Trust) -> Any:
+    return (value,) if isinstance(value, type) else as_tuple(value)  # an Enum can be iterated
+
+
+def _is_global(value: Any) -> bool:
+    named = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
+    return is_function(value[0] if named else value)
+
+
+def _check_globals(policy: Any, field: Any, value: Any) -> None:
+    if not (isinstance(value, tuple) and all(map(_is_global, value))) and not is_word(value, "trust"):
+        raise refuse(policy, field.name, "classes and functions, or 'trust'", value)
+
+
+def _check_per_rank(policy: Any, field: Any, value: Any) -> None:
+    if not is_function(value) and not is_word(value, *get_args(PerRankRule)):
+        raise refuse(policy, field.name, "'error' or 'first', or a function of (values, rank, size)", value)
+
+
+def _device(value: Any) -> Any:
+    """Return a ``torch.device`` as its name; torch itself is not imported."""
+    return str(value) if type(value).__module__ == "torch" and type(value).__qualname__ == "device" else value
+
+
+def _check_device(policy: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, str):
+        raise refuse(policy, field.name, "the name of a device, such as 'cuda'", value)
 
 
 @attrs.frozen(kw_only=True)
@@ -120,15 +197,16 @@ class LoadPolicy:
     cast
         Data type changes: ``"error"``, ``"same_kind"`` (numpy's rule) or ``"any"``.
     strict
-        Keys that only the checkpoint or only `like` has: a `Strict`, or one word for both.
+        Keys that only the checkpoint or only `like` has: a `Strict`, or one word for both. As in torch's
+        ``load_state_dict``, False loads what fits; what does not is told in a warning (``"report"``).
     keys
         Load only these keys: prefixes at dots (``"model"`` is ``model`` and ``model.*``), or a function of the key.
         The other leaves of `like` stay as they are.
     rename
         Where a leaf's key is stored: ``{"new.prefix": "stored.prefix"}`` (at dots), or a function.
     verify
-        Digests: of chunks that are read whole (``"covered"``; plain ones of up to 64 KiB always are), of every chunk
-        touched (``"full"``: reads them whole), or ``"none"``.
+        Digests: of chunks that are read whole (``"covered"``; plain ones of up to 64 KiB, and encoded ones are), of all
+        that are touched (``"full"``: reads them whole), or ``"none"``.
     per_rank
         `PerRank` values saved by another number of ranks: ``"error"``, ``"first"``, or a function of
         ``(values of all saving ranks, rank, size)``.
@@ -154,26 +232,22 @@ class LoadPolicy:
     Strict(missing='report', unexpected='report')
     """
 
-    cast: str = attrs.field(default="error", validator=_one_of("error", "same_kind", "any"))
-    strict: Strict = attrs.field(factory=Strict, converter=_strict)
-    keys: tuple[str, ...] | Callable[[str], bool] | None = attrs.field(default=None, converter=_prefixes)
-    rename: tuple[tuple[str, str], ...] | Callable[[str], str] | None = attrs.field(default=None, converter=_renames)
-    verify: str = attrs.field(default="covered", validator=_one_of("covered", "full", "none"))
-    per_rank: str | Callable[..., Any] = "error"
-    allow_shape_mismatch: bool = False
-    safe_globals: Iterable[Any] | str = ()
-    device: str = "cpu"
-    read_once: bool = False
-    budget_nbytes: int = attrs.field(default=_GIB, validator=_positive)
-    timeout_s: float = attrs.field(default=600.0, converter=float, validator=_positive)
-
-    def __attrs_post_init__(self) -> None:
-        if not callable(self.per_rank) and self.per_rank not in ("error", "first"):
-            raise PolicyError(
-                "per_rank is unknown", expected="'error', 'first' or a function", found=repr(self.per_rank)
-            )
-        if isinstance(self.safe_globals, str) and self.safe_globals != "trust":
-            raise PolicyError("safe_globals is unknown", expected="classes, or 'trust'", found=repr(self.safe_globals))
+    cast: Cast = attrs.field(default="error", validator=one_of(*get_args(Cast)))
+    strict: Strict = attrs.field(factory=Strict, converter=_strict, validator=_check_strict)
+    keys: tuple[str, ...] | Callable[[str], bool] | None = attrs.field(
+        default=None, converter=_prefixes, validator=_check_keys
+    )
+    rename: tuple[tuple[str, str], ...] | Callable[[str], str] | None = attrs.field(
+        default=None, converter=_renames, validator=_check_rename
+    )
+    verify: Verify = attrs.field(default="covered", validator=one_of(*get_args(Verify)))
+    per_rank: PerRankRule | Callable[..., Any] = attrs.field(default="error", validator=_check_per_rank)
+    allow_shape_mismatch: bool = attrs.field(default=False, validator=flag)
+    safe_globals: tuple[Any, ...] | Trust = attrs.field(default=(), converter=_classes, validator=_check_globals)
+    device: str = attrs.field(default="cpu", converter=_device, validator=_check_device)
+    read_once: bool = attrs.field(default=False, validator=flag)
+    budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
+    timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
 
     def selects(self, key: str) -> bool:
         """Tell whether the leaf `key` is to be loaded.

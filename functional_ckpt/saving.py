@@ -6,8 +6,9 @@ Every step runs on all ranks through `together`, so that one rank's failure is e
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.capture import Captured, capture
+from functional_ckpt.capture import Captured
 from functional_ckpt.comm import Gather, LocalGather, agree, together
 from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointErrors,
     CheckpointWarning,
+    RankFailedError,
     SaveCancelledError,
     SpecError,
     StorageError,
@@ -26,16 +30,17 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
-from functional_ckpt.planning import Planner
+from functional_ckpt.planning import Agreed, PlanMemory, Planner
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
+from functional_ckpt.store.commit import Site, abandon, add_notes, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
@@ -45,7 +50,7 @@ __all__ = [
     "Prepared",
     "Written",
     "abandon_written",
-    "prepare",
+    "abandoning",
     "prepare_captured",
     "publish_alone",
     "publish_written",
@@ -75,36 +80,38 @@ class Prepared:
     started: float
 
 
-def prepare(
-    tree: Any,
+def prepare_captured(
+    describe: Callable[[], Captured],
     path: str | Path,
     policy: SavePolicy,
     gather: Gather,
     overwrite: bool,
-    attributes: Mapping[str, Any] | None,
+    memory: PlanMemory,
 ) -> Prepared:
-    """Agree with all ranks on the save and create the place to write to; nothing is written yet.
+    """Agree with all ranks on the save of what `describe` describes, and create the place to write to.
+
+    Nothing is written yet. Plans come from `memory` and go there.
 
     Raises
     ------
     CheckpointError
         On every rank, if any rank has a problem.
     """
-    return prepare_captured(
-        lambda: capture(tree, gather, policy, overwrite, attributes), path, policy, gather, overwrite
-    )
-
-
-def prepare_captured(
-    describe: Callable[[], Captured], path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool
-) -> Prepared:
-    """Do what `prepare` does for a state that `describe` describes."""
     started = time.time()
-    planner = Planner(path, policy, gather)
-    agreed, held = planner.agree(describe)
+    agreed, held = Planner(path, policy, gather, memory).agree(describe)
+    _check_codecs(policy, agreed)
     nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, nodes)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
+
+
+def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
+    """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
+    prefixes = [prefix for prefix, _ in policy.layout.codecs]
+    if prefixes:
+        keys = [array.spec.key for array in agreed.arrays]
+        keys += [alias.key for alias in agreed.state.aliases] + [value.key for value in agreed.state.values]
+        raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 
 def _begin(
@@ -115,17 +122,17 @@ def _begin(
 
     def coordinate() -> Site | None:
         if gather.rank == 0:
-            begun.append(begin(path, policy.commit, overwrite, nodes))
+            begun.append(begin(path, policy.commit, overwrite, nodes, policy.durability))
         return begun[0][0] if begun else None
 
     try:
         site = together(gather, coordinate)[0]
         if site is None:
-            raise SpecError("no rank calls itself 0", rank=gather.rank)
+            raise SpecError("the group has no rank 0", rank=gather.rank)
         seen = agree(gather, lambda: seen_from(site, path, gather.rank))
-    except BaseException:
+    except BaseException as error:
         for mine in begun:
-            abandon(*mine)
+            add_notes(error, abandon(*mine))
         raise
     return seen, begun[0][1] if begun else None
 
@@ -139,19 +146,22 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
         wanted = set(mine.pieces.shard[mine.pieces.source == prepared.gather.rank].tolist())
         return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
 
-    with _abandoning(prepared):
-        buffers = agree(prepared.gather, copy)
+    buffers = agree(prepared.gather, copy)
     return attrs.evolve(prepared, buffers=buffers, gather=background)
 
 
 @attrs.frozen(eq=False)
 class Written:
-    """A save whose every chunk is in storage, and that nobody sees yet."""
+    """A save whose every chunk is in storage, and that nobody sees yet; `checked_s` is before any rank began to wait.
+
+    `checked_s` is on the clock of ``time.monotonic``.
+    """
 
     prepared: Prepared
     store: Store
     manifest: Manifest
     receipts: tuple[Receipt, ...]
+    checked_s: float = 0.0
 
 
 def write(prepared: Prepared, tracker: Tracker) -> Manifest:
@@ -175,8 +185,9 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
     gather = prepared.gather
     mine = prepared.mine
-    with _abandoning(prepared):
-        store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine))
+    with abandoning(prepared):
+        guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
+        store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
     budget = prepared.policy.budget_nbytes
 
     exchange = gather if isinstance(gather, Exchange) else None
@@ -184,14 +195,15 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     def write_mine() -> Receipt:
         tracker.enter("write", mine.written_nbytes(gather.rank))
         receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
-        store.flush()
+        if gather.rank:  # rank 0 does it when it publishes
+            store.flush()
         return receipt
 
     def digest_mine() -> Receipt:
         tracker.enter("digest")
         return digest_shared(mine, store, budget)
 
-    with _abandoning(prepared):
+    with abandoning(prepared):
         receipts = together(gather, write_mine)
         digested = receipts
         if any(array.layout.rung == "shared" for array in prepared.arrays):
@@ -199,8 +211,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
         chunks = _all_chunks(prepared.arrays, digested)
         manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.arrays, chunks))
         written = Written(prepared, store, manifest, tuple(receipts))
-        agree(gather, lambda: _check_written(written, tracker))
-    return written
+        checked_s = agree(gather, lambda: _check_written(written, tracker))
+    return attrs.evolve(written, checked_s=checked_s)
 
 
 def publish_written(written: Written) -> Manifest:
@@ -210,11 +222,16 @@ def publish_written(written: Written) -> Manifest:
     ------
     CheckpointError
         On every rank, if it cannot be published; what was written is removed then.
+
+    Warns
+    -----
+    CheckpointWarning
+        On every rank, if it is published, and something that follows could not be done.
     """
-    with _abandoning(written.prepared):
-        _publish(written)
-    if written.prepared.claim is not None:
-        written.prepared.claim.release()
+    with abandoning(written.prepared):
+        problems = _publish(written)
+    for problem in problems:
+        warnings.warn(f"the checkpoint is published, but {problem}", CheckpointWarning, stacklevel=2)
     return written.manifest
 
 
@@ -226,51 +243,74 @@ def publish_alone(written: Written) -> Manifest:
 def abandon_written(written: Written) -> None:
     """Remove on rank 0 what was written for a save that is not to be published."""
     if written.prepared.gather.rank == 0:
-        abandon(written.prepared.site, written.prepared.claim)
+        for problem in abandon(written.prepared.site, written.prepared.claim):
+            warnings.warn(f"a save was given up, and {problem}", CheckpointWarning, stacklevel=2)
 
 
-def _check_written(written: Written, tracker: Tracker) -> None:
-    """Fail if this rank has cancelled, or a chunk is missing."""
+def _check_written(written: Written, tracker: Tracker) -> float:
+    """Fail if this rank has cancelled, or a chunk is missing; return when that was known."""
     gather = written.prepared.gather
     tracker.enter("publish")
     if tracker.cancelled.is_set():
         raise SaveCancelledError("the save was cancelled")
     # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
-    if gather.size > 1 or written.prepared.site.mode == "marker":
-        _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
+    # Alone, too: what was written may have been swept away.
+    _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
+    return time.monotonic()
 
 
-def _publish(written: Written) -> None:
-    """Let rank 0 publish, unless it takes too long."""
+def _publish(written: Written) -> tuple[str, ...]:
+    """Let rank 0 publish, unless it takes too long; return what could not be done after that, in words."""
     prepared = written.prepared
-    gather, timeout_s = prepared.gather, prepared.policy.timeout_s
-    checked = time.monotonic()
+    gather, claim, timeout_s = prepared.gather, prepared.claim, prepared.policy.timeout_s
+    published: list[tuple[str, ...]] = []
 
     def confirm() -> None:
+        if claim is not None and not claim.is_held():
+            raise StorageError(
+                "the claim of this save was removed while it ran, and with it maybe what was written",
+                path=prepared.site.url, remedy="Save again; do not sweep where locks of other machines are not seen",
+            )  # fmt: skip
         # The others have given up by then and said that the save failed.
-        if gather.size > 1 and time.monotonic() > checked + timeout_s:
+        if gather.size > 1 and time.monotonic() > written.checked_s + timeout_s:
             raise StorageError(
                 "rank 0 took longer to publish than the other ranks wait", path=prepared.site.url,
                 expected=f"at most {timeout_s} s", remedy="Pass a longer SavePolicy(timeout_s=...)",
             )  # fmt: skip
 
-    def finish() -> None:
+    def finish() -> tuple[str, ...]:
         if gather.rank == 0:
             provenance = _provenance(prepared, list(written.receipts))
-            publish(prepared.site, written.store, written.manifest, provenance, prepared.policy.consolidate, confirm)
+            consolidate = prepared.policy.consolidate
+            published.append(publish(prepared.site, written.store, written.manifest, provenance, consolidate, confirm))
+            unreleased = None if claim is None else claim.release()
+            published[0] += () if unreleased is None else (unreleased,)
+        return published[0] if published else ()
 
-    agree(gather, finish)
+    try:
+        return together(gather, finish)[0]
+    except CheckpointError as error:
+        if not published:
+            raise
+        return (*published[0], f"not all other ranks could be told ({error})")
 
 
 @contextmanager
-def _abandoning(prepared: Prepared) -> Iterator[None]:
+def abandoning(prepared: Prepared) -> Iterator[None]:
     """Remove on rank 0 what a failing save has written."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if prepared.gather.rank == 0:
-            abandon(prepared.site, prepared.claim)
+            add_notes(error, abandon(prepared.site, prepared.claim, prepared.gather.size > 1 and _is_broken(error)))
         raise
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Tell whether other ranks may not know of the failure, and go on."""
+    if isinstance(error, CheckpointErrors):
+        return any(map(_is_broken, error.exceptions))
+    return not isinstance(error, CheckpointError) or isinstance(error, RankFailedError)
 
 
 def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> ChunkRows:
@@ -310,16 +350,15 @@ def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
     }
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:
+    except (PackageNotFoundError, OSError):  # no save fails for that
         return None
 
 
-def _sync_mode(durability: str, mine: SavePlan) -> str:
+def _sync_mode(durability: str, mine: SavePlan, rank: int) -> str:
     if durability != "auto":
         return durability
-    grids = [array.grid for array in mine.arrays]
-    files = len(mine.header_rows) + sum(grids[number].size for number in np.unique(mine.pieces.array).tolist())
-    return "syncfs" if files > _MANY_FILES else "fsync"
+    return "syncfs" if mine.file_count(rank) > _MANY_FILES else "fsync"

@@ -10,11 +10,11 @@ from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
-from functional_ckpt import planning
+from functional_ckpt import api, planning
 from functional_ckpt.capture import Captured
 from functional_ckpt.errors import CheckpointError
 from functional_ckpt.leaves import LocalShards, PerRank
-from functional_ckpt.plan.agreement import is_plannable_alone, propose
+from functional_ckpt.plan.agreement import Basis, is_plannable_alone, propose
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.state import ArrayLeaf, LocalState
 from functional_ckpt.policy import SavePolicy
@@ -38,7 +38,13 @@ def proposals_of(world, replicas="declared"):
     leaves = tuple(ArrayLeaf(spec, (key,)) for key, spec in sorted(keys.items()))
     states = [LocalState(tuple(leaf for leaf in leaves if any(s.key == leaf.key for s in held)), held)
               for held in world.ranks]  # fmt: skip
-    return [propose(state, LocalState(), replicas, 2**30) for state in states]
+    return [propose(basis_of(state, rank, world.size, replicas), LocalState(), LocalState(), 2**30)
+            for rank, state in enumerate(states)]  # fmt: skip
+
+
+def basis_of(state, rank, size, replicas):
+    layout = LayoutPolicy(min_chunk_nbytes=0, target_chunk_nbytes=1)  # no shard is too small for a chunk of its own
+    return Basis(rank, size, True, True, layout, replicas, state.structure(), LocalState(), ())
 
 
 def excess(world, keys_of):
@@ -86,7 +92,7 @@ def test_ranks_plan_alone_only_if_specs_are_alike_and_folds_add_up(world):
     assert is_plannable_alone([right, wrong])
     assert not is_plannable_alone([right, attrs.evolve(wrong, fold=2)])
     assert not is_plannable_alone([right, attrs.evolve(wrong, is_alone=False)])
-    assert not is_plannable_alone([right, attrs.evolve(wrong, specs=wrong.specs[::-1])])
+    assert not is_plannable_alone([right, attrs.evolve(wrong, alike=wrong.alike[::-1])])
 
 
 @FEWER
@@ -120,12 +126,12 @@ def planned(placed, path, policy, gather, tell):
     shards = () if tell else tuple(shard for held in parts for shard in held)
     common = LocalState(leaves, shards)
     captured = Captured(common, LocalState(), (BLANK,) * count, numbers)
-    return planning.Planner(path, policy, gather).agree(lambda: captured)[0]
+    return planning.Planner(path, policy, gather, api._PLANS).agree(lambda: captured)[0]
 
 
 def fresh_memory():
     """Forget all plans while it lasts, as a new process would."""
-    return patch.object(planning, "_MEMORY", planning._Memory())
+    return patch.object(api, "_PLANS", planning.PlanMemory())
 
 
 class Counted:
@@ -243,7 +249,7 @@ class Memories:
     """A memory of plans for each simulated rank, as their processes would have."""
 
     def __init__(self):
-        self.by_rank = [planning._Memory() for _ in range(3)]
+        self.by_rank = [planning.PlanMemory() for _ in range(3)]
         self.here = threading.local()
 
     def find(self, mine):
@@ -259,7 +265,7 @@ class Memories:
             self.here.rank, facts = gather.rank, world[gather.rank]
             return functional_ckpt.save(facts.state, path, policy=facts.policy, process_group=gather)
 
-        with directory() as path, patch.object(planning, "_MEMORY", self):
+        with directory() as path, patch.object(api, "_PLANS", self):
             found = try_ranks(3, save)
             raised = [type(each).__name__ + str(each) for each in found if isinstance(each, BaseException)]
             return raised or tree_bytes(path)
@@ -274,7 +280,7 @@ def test_remembered_plans_change_nothing(saves):
     memories = Memories()
     for world, forgetful in saves:
         for rank in forgetful:
-            memories.by_rank[rank] = planning._Memory()
+            memories.by_rank[rank] = planning.PlanMemory()
         expected = Memories().outcome(world)
         event("refused" if isinstance(expected, list) else "saved")
         assert memories.outcome(world) == expected

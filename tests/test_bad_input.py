@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import functional_ckpt
-from functional_ckpt import Box, LayoutPolicy, LoadPolicy, PerRank, SavePolicy, save, verify
+from functional_ckpt import Box, LayoutPolicy, LoadPolicy, PerRank, SavePolicy, load, open_checkpoint, save, verify
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.testing.simulate import run_ranks
@@ -224,6 +224,26 @@ def test_problems_of_all_leaves_at_once(refused):
 def test_policies(make):
     with pytest.raises(PolicyError):
         make()
+
+
+class Weird:
+    """An object that only ``torch.save`` can write."""
+
+
+@pytest.mark.filterwarnings("ignore:objects that are not plain")
+def test_classes_that_can_be_iterated_once_serve_every_object(tmp_path):
+    pytest.importorskip("torch")
+    state = {name: Weird() for name in "abc"}
+    save(state, tmp_path / "a", policy=SavePolicy(object_codec="torch", durability="none"))
+    loaded = load(dict.fromkeys(state), tmp_path / "a", policy=LoadPolicy(safe_globals=iter([Weird])))
+    opened = open_checkpoint(tmp_path / "a").state(safe_globals=iter([Weird]))
+    assert {type(value) for value in (*loaded.values(), *opened.values())} == {Weird}
+
+
+def test_an_unknown_framework(tmp_path, fast):
+    save({"w": np.ones(2)}, tmp_path / "a", policy=fast)
+    with pytest.raises(PolicyError, match="framework: expected 'numpy' or 'torch', found 'pytorch'"):
+        open_checkpoint(tmp_path / "a").state("pytorch")
 
 
 # Targets that cannot be written

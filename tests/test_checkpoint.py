@@ -113,16 +113,16 @@ def test_other_indices_are_refused(checkpoint, index):
 
 def test_only_touched_chunks_are_read(checkpoint, monkeypatch):
     read = []
-    for name in ("map", "read", "read_into"):
+    for name in ("read", "scan", "read_into", "read_ranges"):
         real = getattr(FileStore, name)
         monkeypatch.setattr(FileStore, name, lambda self, n, *a, real=real: (read.append(n), real(self, n, *a))[1])
     array = checkpoint["cube"]
     assert read == []
     assert array[0, 0, 0] == 0
-    assert read == ["cube/c.0.0.0"]
+    assert [name for name in read if "/" in name] == ["cube/c.0.0.0"]
     read.clear()
     assert array[0:0].shape == (0, 5, 6)
-    assert read == []
+    assert [name for name in read if "/" in name] == []
 
 
 def test_tree_holds_values_and_lazy_arrays(checkpoint):

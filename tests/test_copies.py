@@ -87,5 +87,5 @@ def test_the_check_of_copies_keeps_to_the_budget():
     for array, limit in ((ARRAY, MIB), (LAID["columns first"], 6 * MIB)):
         policy = SavePolicy(budget_nbytes=2 * MIB)
         held, most = most_nbytes(capture, {"w": array}, OneOfTwo(), policy, False, None)
-        assert held.common.arrays[0].copy_digest == digest(ARRAY)
+        assert held.common.copies[0].digest == digest(ARRAY)
         assert most < limit

@@ -91,6 +91,29 @@ def test_chunks_larger_than_memory_do_not_abort_the_process(fields, coded):
     assert done.returncode == 0, done.stderr
 
 
+# As much memory as the imports take, and half a GiB: what is read whole must be a fraction of that.
+LITTLE_MEMORY = """
+import resource
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 2**29,) * 2)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux to tell the memory of a process")
+@pytest.mark.parametrize("name", ["zarr.json", "manifest.json", "provenance.json", "w/zarr.json", "w/c.0.0"])
+def test_files_are_looked_at_before_they_are_read(name, coded):
+    os.truncate(coded / name, 2**31)
+    done = outcome(BEGIN + LITTLE_MEMORY + READS + WRITES, coded)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "manifest.json"])
+def test_a_file_that_is_too_large_is_named_with_its_size(name, saved):
+    os.truncate(saved / name, 2**40)
+    with pytest.raises(CheckpointError, match=rf"{name}.*{2**40} bytes"):
+        open_checkpoint(saved)
+
+
 def test_a_path_with_dots_and_codecs(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -140,6 +140,11 @@ def test_dcp_is_imported_by_the_bridge_only():
     assert offenders == []
 
 
+def test_nobody_touches_the_cycle_collector():
+    """Its settings are the whole process's: what another thread sets meanwhile cannot be told from what we set."""
+    assert [name_of(path) for path in MODULES if any(is_within(name, "gc") for name in imported_names(path))] == []
+
+
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, functional_ckpt; print(*sorted({'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import functional_ckpt
-from functional_ckpt import LayoutPolicy, LocalShards, PerRank, SavePolicy, planning
+from functional_ckpt import LayoutPolicy, LocalShards, PerRank, SavePolicy, api, planning
 from functional_ckpt.errors import CheckpointErrors, DTypeError, ReplicaError, ShapeError, SpecError
 from functional_ckpt.plan.layout import LayoutPolicy as Layouts
 from functional_ckpt.plan.local import local_array_plans, plan_local_save
@@ -48,7 +48,7 @@ class ByRank:
 
     @property
     def mine(self):
-        return self.memories.setdefault(self.here.rank, planning._Memory())
+        return self.memories.setdefault(self.here.rank, planning.PlanMemory())
 
     def find(self, mine):
         return self.mine.find(mine)
@@ -61,7 +61,7 @@ class ByRank:
 def memory(monkeypatch):
     """What ranks remember, empty at first."""
     memory = ByRank()
-    monkeypatch.setattr(planning, "_MEMORY", memory)
+    monkeypatch.setattr(api, "_PLANS", memory)
     return memory
 
 

@@ -26,7 +26,7 @@ def saved(tmp_path):
 def reads(monkeypatch):
     """The names of the chunk files that are read, each time they are."""
     found = []
-    for name in ("read", "map", "read_into"):
+    for name in ("read", "scan", "read_into", "read_ranges"):
         real = getattr(FileStore, name)
         monkeypatch.setattr(FileStore, name, lambda self, n, *a, real=real: (found.append(n), real(self, n, *a))[1])
     return found

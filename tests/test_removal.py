@@ -1,5 +1,8 @@
 """Tensors removed from a committed checkpoint, by the prefix of their keys: all of them or none, and nothing else."""
 
+import errno
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +16,8 @@ from functional_ckpt.torch.serialization import (  # noqa: E402
     remove_sharded_tensors,
     save,
 )
+from functional_ckpt.torch.strategies import removal  # noqa: E402
+from tests.effects import Refusal, watched  # noqa: E402
 
 W = torch.arange(24.0).reshape(6, 4)
 tensor = ShardedTensor.from_rank_offsets
@@ -36,11 +41,11 @@ def test_what_stays_is_brought_to_storage_before_it_takes_the_place(tmp_path, mo
     """The links lie in new directories, which a power cut would empty."""
     save({"w": tensor("w", W), "v": tensor("v", W)}, tmp_path / "a")
     done = []
-    for name in ("_sync_file_system", "sync_directory"):
+    for name in ("sync_file_system", "sync_directory"):
         real = getattr(files, name)
         monkeypatch.setattr(files, name, lambda path, real=real, name=name: (done.append(name), real(path)))
     remove_sharded_tensors(tmp_path / "a", "w")
-    assert done == ["_sync_file_system"]
+    assert done == ["sync_file_system"]
 
 
 # Stored under "tail": the others are names of it.
@@ -76,3 +81,40 @@ def test_a_name_of_a_tied_tensor_is_removed_and_the_others_stay(tmp_path, prefix
         remove_sharded_tensors(path, name)
         assert functional_ckpt.verify(path).ok
     assert {item.name for item in path.iterdir() if item.is_dir()} <= {"z"}
+
+
+@pytest.mark.parametrize("how", ["once", "onwards", "after"])
+def test_refused_calls(how, tmp_path):
+    """The caller is told truly whether the tensor is removed, whatever the system refuses; only by our errors."""
+    for at in range(1, 10**6, 7):
+        path = tmp_path / str(at) / "a"
+        save({"w": tensor("w", W), "v": tensor("v", W)}, path)
+        refusal, failed = Refusal(at, how, errno.EIO), False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", functional_ckpt.errors.CheckpointWarning)
+            try:
+                with watched(path.parent, refusal):
+                    remove_sharded_tensors(path, "w")
+            except functional_ckpt.errors.CheckpointError:
+                failed = True
+        assert list(functional_ckpt.open_checkpoint(path)) == (["v", "w"] if failed else ["v"]), refusal.refused
+        assert functional_ckpt.verify(path).ok
+        functional_ckpt.sweep(path.parent)
+        assert [p.name for p in path.parent.iterdir()] == ["a"]
+        if refusal.refused is None:
+            break
+    assert at > 30, "the calls are no longer seen"
+
+
+def test_a_checkpoint_that_is_saved_meanwhile_stays(tmp_path, monkeypatch):
+    def meanwhile(*arguments, real=removal.root_metadata):
+        monkeypatch.undo()
+        functional_ckpt.save({"w": W * 2}, tmp_path / "a", overwrite=True)
+        return real(*arguments)
+
+    functional_ckpt.save({"w": W, "v": W + 1}, tmp_path / "a")
+    monkeypatch.setattr(removal, "root_metadata", meanwhile)
+    with pytest.raises(functional_ckpt.errors.AlreadyExistsError, match="meanwhile"):
+        removal.remove_arrays(tmp_path / "a", ["v"])
+    assert torch.equal(functional_ckpt.open_checkpoint(tmp_path / "a")["w"].torch(), W * 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]

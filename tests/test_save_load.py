@@ -1,6 +1,7 @@
 """`save`, `async_save` and `load` under every option of their policies, by one rank and by simulated ones."""
 
 import json
+import re
 import threading
 import warnings
 
@@ -81,7 +82,7 @@ def test_durability_and_commit_modes(durability, commit, tmp_path, plain_tree, s
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file, real=os.fsync: (synced.append(file), real(file))[1])
     monkeypatch.setattr(
-        files, "_sync_file_system", lambda path, real=files._sync_file_system: (synced.append(path), real(path))[1]
+        files, "sync_file_system", lambda path, real=files.sync_file_system: (synced.append(path), real(path))[1]
     )
     save(plain_tree(1), tmp_path / "a", policy=SavePolicy(durability=durability, commit=commit))
     same(load(zeros_like(plain_tree(1)), tmp_path / "a"), plain_tree(1))
@@ -253,7 +254,7 @@ def test_a_callback_that_raises_while_staging_leaves_nothing(tmp_path, fast):
     def fail(progress):
         raise KeyError(progress.phase)
 
-    with pytest.raises(functional_ckpt.errors.CheckpointError, match="KeyError"):
+    with pytest.raises(KeyError, match="stage"):
         async_save({"a": np.zeros(100)}, tmp_path / "1", policy=fast, progress=fail)
     assert list(tmp_path.iterdir()) == []
 
@@ -309,12 +310,12 @@ def test_strict_modes(saved, plain_tree, problems_of):
     del like["lr"]
     like["model"]["new"] = np.full(2, 5.0)
     problems = problems_of(load, like, saved)
-    assert [p.key for p in problems] == ["model.new"]
+    assert [p.key for p in problems] == ["model.new", "lr.0", "lr.1", "lr.2"]
     unexpected = problems_of(load, like, saved, policy=LoadPolicy(strict=Strict(missing="ignore")))
     assert [p.key for p in unexpected] == ["lr.0", "lr.1", "lr.2"]
     with pytest.warns(CheckpointWarning) as caught:
         loaded = load(like, saved, policy=LoadPolicy(strict="report"))
-    assert sorted(str(w.message).split("'")[1] for w in caught) == ["lr.0", "lr.1", "lr.2", "model.new"]
+    assert [re.findall(r"key '([^']*)'", str(w.message)) for w in caught] == [["model.new"], ["lr.0", "lr.1", "lr.2"]]
     assert loaded["model"]["new"].tolist() == [5.0, 5.0]
     assert loaded["step"] == 3
     with warnings.catch_warnings():

@@ -5,7 +5,9 @@ import threading
 import numpy as np
 import pytest
 
-from functional_ckpt.errors import AlreadyExistsError
+from functional_ckpt.errors import AlreadyExistsError, CorruptionError
+from functional_ckpt.plan.layout import Layout
+from functional_ckpt.store.chunk import create_chunk
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 from functional_ckpt.store.zarr import MemoryStore
@@ -20,9 +22,12 @@ def store(request, tmp_path):
 
 def test_an_object_is_what_was_created(store):
     store.create("n/c.0", [DATA[:2], DATA[2:]], 8)
-    into = bytearray(3)
+    into, parts, seen = bytearray(3), bytearray(4), []
     store.read_into("n/c.0", memoryview(into))
-    assert store.read("n/c.0") == bytes(store.map("n/c.0")) == b"abcdef\0\0"
+    store.read_ranges("n/c.0", [1, 4], 2, memoryview(parts))
+    store.scan("n/c.0", 4, lambda block: seen.append(bytes(block)))
+    assert store.read("n/c.0") == b"abcdef\0\0"
+    assert (parts, seen) == (b"bcef", [b"abcd"])
     assert (store.nbytes_of("n/c.0"), into, list(store.names())) == (8, b"abc", ["n/c.0"])
 
 
@@ -49,6 +54,29 @@ def test_blocks_are_seen_in_order(store):
     seen.clear()
     store.read_into("n/c.0", memoryview(bytearray(data.nbytes)), lambda block: seen.append(bytes(block)))
     assert b"".join(seen) == data.tobytes()
+    seen.clear()
+    store.scan("n/c.0", data.nbytes - 3, lambda block: seen.append(bytes(block)))
+    assert b"".join(seen) == data.tobytes()[:-3]
+
+
+def test_what_is_shorter_than_was_asked_for_is_corrupt(store):
+    store.create("n/c.0", [DATA], 6)
+    into = memoryview(bytearray(7))
+    for call in (
+        lambda: store.read_into("n/c.0", into),
+        lambda: store.read_ranges("n/c.0", [0, 3], 3 + 1, memoryview(bytearray(8))),
+        lambda: store.scan("n/c.0", 7, len),
+    ):
+        with pytest.raises(CorruptionError, match="too short"):
+            call()
+
+
+def test_an_edge_chunk_is_padded_with_zeros(store):
+    layout, ones = Layout("exclusive", (4, 4), (), "uint8"), np.ones((3, 3), "u1")
+    dirty = [np.full(16, 255, "u1") for _ in range(100)]  # where numpy takes its next arrays from
+    del dirty
+    create_chunk(store, "n/c.0", ones, layout)
+    assert list(store.read("n/c.0")) == [1, 1, 1, 0] * 3 + [0] * 4
 
 
 def test_deleting_leaves_the_others(store):

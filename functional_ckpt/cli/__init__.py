@@ -8,9 +8,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from functional_ckpt import __version__
 from functional_ckpt.errors import CheckpointError, CheckpointErrors, NotACheckpointError
 
 __all__ = ["main"]
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "functional-ckpt", description="Look into a checkpoint, and check it.", epilog=_EPILOG
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     ls = _command(commands, "ls", _ls, "list the arrays and values of a checkpoint")
     ls.add_argument("--prefix", default="", help="list only the keys that start with this text")
@@ -125,10 +125,3 @@ def _command(commands: Any, name: str, run: Any, text: str) -> argparse.Argument
     parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
     parser.set_defaults(run=run)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("functional_ckpt")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -1,40 +1,83 @@
-"""What ranks tell one another before a save: a few digests each, whatever they hold.
+"""What ranks tell one another before a save: a few fingerprints each, whatever they hold.
 
 Ranks that describe the world alike need no more: each plans its own part. Ranks that have planned the same world
 before need no plan. Only otherwise do they gather what they hold.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from math import prod
-from zlib import crc32
 
 import attrs
 import numpy as np
 
-from functional_ckpt.plan.local import needs_gathering
-from functional_ckpt.plan.state import EMPTY_TEXTS, LocalState
+from functional_ckpt.plan.fingerprint import fingerprint
+from functional_ckpt.plan.layout import LayoutPolicy
+from functional_ckpt.plan.local import local_array_plans, needs_gathering
+from functional_ckpt.plan.state import LocalState
 from functional_ckpt.spec.columns import Ints, mix
-from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.spec.table import ShardTable
 
-__all__ = ["Proposal", "contents_agree", "is_plannable_alone", "propose", "world_digest"]
+__all__ = ["Basis", "Proposal", "contents_agree", "is_plannable_alone", "propose", "world_digest"]
 
 _MODULUS = 2**64
 
 
 @attrs.frozen
-class Proposal:
-    """What one rank says: digests of the specs that may be alike on all ranks, of its shards, and of the contents.
+class Basis:
+    """Everything that a rank brings to a plan: who it is, what is possible, the rules, and the structure of its state.
 
-    `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to `whole` over ranks that
-    hold every cell of all regular grids once. `planned` is the world digest of the last plan for these specs. `own` is
-    what only this rank has, if anything.
+    `common` may be alike on all ranks, `own` is what only this rank has; `counts` are the numbers of buffers behind
+    the leaves of both. A plan is made from the bases of all ranks and the smallest budget, and from nothing else.
     """
 
-    specs: bytes
-    shards: bytes
+    rank: int
+    size: int
+    shared_ok: bool
+    owned_ok: bool
+    layout: LayoutPolicy
+    replicas: str
+    common: LocalState
+    own: LocalState
+    counts: tuple[int, ...]
+
+    @cached_property
+    def grids(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+        """The regular grid of each key with shards in `common`, if they have one."""
+        return tuple(sorted({shard.key: shard.grid for shard in self.common.shards}.items()))
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What must be alike on all ranks so that each knows what the others hold: all but its cells of grids."""
+        rules = (self.size, self.shared_ok, self.owned_ok, self.layout, self.replicas)
+        return *rules, attrs.evolve(self.common, shards=()), self.grids
+
+    def is_plannable_alone(self) -> bool:
+        """Tell whether the specs of this rank say how the whole world holds its arrays."""
+        common, gridded = self.common, dict(self.grids)
+        if any(needs_gathering(self.rank, shard, self.replicas) for shard in common.shards):
+            return False
+        if not all(leaf.is_copy for leaf in self.own.arrays):
+            return False
+        if not all(leaf.is_copy or leaf.sharding or leaf.key in gridded for leaf in common.arrays):
+            return False
+        # Of shards of a grid so small that pieces move, their rank must know who holds the others.
+        plans = local_array_plans(common.shards, self.layout, self.shared_ok, self.owned_ok)
+        return not any(plan.layout.rung == "owned" for plan in plans)
+
+
+@attrs.frozen
+class Proposal:
+    """What one rank says: fingerprints of its basis, of what must be alike in it, and of the contents of its state.
+
+    `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to `whole` over ranks that
+    hold every cell of all regular grids once. `planned` is the world of the last plan for this basis. `own` is what
+    only this rank has, contents included, if there is anything.
+    """
+
+    basis: bytes
+    alike: bytes
     contents: bytes
     is_alone: bool
     fold: int
@@ -44,19 +87,17 @@ class Proposal:
     planned: bytes | None = None
 
 
-def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: int) -> Proposal:
-    """Return what a rank says of its state, split into what may be alike on all ranks and what is its own."""
-    grids = {shard.key: shard.grid for shard in common.shards}
-    alone = not any(needs_gathering(0, shard, replicas) for shard in common.shards)
-    alone = alone and all(leaf.is_copy for leaf in own.arrays)
-    alone = alone and all(leaf.is_copy or leaf.sharding or leaf.key in grids for leaf in common.arrays)
+def propose(basis: Basis, contents: LocalState, own: LocalState, budget_nbytes: int) -> Proposal:
+    """Return what a rank says of what it brings: `contents` are those of what may be alike on all ranks."""
+    alone = basis.is_plannable_alone()
+    firsts = {shard.key: shard for shard in basis.common.shards}
     return Proposal(
-        _digest(_spec_lines(common, grids)),
-        _digest([*_spec_lines(own, {}), *_shard_bytes(common.shards), *_shard_bytes(own.shards)]),
-        _digest(_content_lines(common)),
+        fingerprint(basis),
+        fingerprint(*basis.alike),
+        fingerprint(contents),
         alone,
-        _fold(common.shards) if alone else 0,
-        _begun(list({shard.key: shard for shard in common.shards}.values())) if alone else 0,
+        _fold(basis.common.shards) if alone else 0,
+        _begun(list(firsts.values())) if alone else 0,
         budget_nbytes,
         own if own.arrays or own.values else None,
     )
@@ -64,52 +105,19 @@ def propose(common: LocalState, own: LocalState, replicas: str, budget_nbytes: i
 
 def is_plannable_alone(proposals: Sequence[Proposal]) -> bool:
     """Tell whether each rank can plan its part by itself; the same answer on all ranks."""
-    alike = len({proposal.specs for proposal in proposals}) == 1
+    alike = len({proposal.alike for proposal in proposals}) == 1
     complete = (sum(proposal.fold for proposal in proposals) - proposals[0].whole) % _MODULUS == 0
     return alike and complete and all(proposal.is_alone for proposal in proposals)
 
 
 def contents_agree(proposals: Sequence[Proposal]) -> bool:
-    """Tell whether all ranks have the same plain values and copies."""
+    """Tell whether all ranks have the same plain values and copies, under the same keys."""
     return len({proposal.contents for proposal in proposals}) == 1
 
 
 def world_digest(proposals: Iterable[Proposal], budget_nbytes: int) -> bytes:
-    """Return what names a plan: it changes if any rank's specs or shards do."""
-    told = (part for proposal in proposals for part in (proposal.specs, proposal.shards))
-    return _digest([*told, str(budget_nbytes)])
-
-
-def _digest(parts: Iterable[str | bytes]) -> bytes:
-    hasher = blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        hasher.update(len(data).to_bytes(8, "little"))
-        hasher.update(data)
-    return hasher.digest()
-
-
-def _spec_lines(state: LocalState, grids: dict[str, tuple[int, ...] | None]) -> list[str]:
-    """Return everything but the contents as text, and of shards only what is the same for all cells of a grid."""
-    numbers: dict[Sharding, int] = {}
-    lines = [
-        f"{leaf.key} {leaf.spec.dtype} {leaf.spec.shape} {leaf.path} {leaf.codec} {leaf.tied_to} {leaf.is_copy} "
-        f"{numbers.setdefault(leaf.sharding, len(numbers)) if leaf.sharding else None} {grids.get(leaf.key)}"
-        for leaf in state.arrays
-    ]
-    lines += [f"{value.key} {value.path} {value.text in EMPTY_TEXTS}" for value in state.values]
-    return [*lines, *map(str, numbers), str(state.per_rank), state.terms]
-
-
-def _content_lines(state: LocalState) -> list[str]:
-    lines = [value.text for value in state.values]
-    lines += [leaf.copy_digest.hex() for leaf in state.arrays if leaf.copy_digest is not None]
-    return [*lines, state.attributes]
-
-
-def _shard_bytes(shards: Sequence[ShardSpec]) -> list[str | bytes]:
-    table = ShardTable.of(0, shards)
-    return [str(table.replicas), str(table.arrays), *table.rows.column_bytes()]
+    """Return what names a plan: the bases of all ranks, and the smallest budget."""
+    return fingerprint(tuple(proposal.basis for proposal in proposals), budget_nbytes)
 
 
 def _fold(shards: Sequence[ShardSpec]) -> int:
@@ -147,4 +155,5 @@ def _begun(shards: Sequence[ShardSpec]) -> int:
 
 def _names(shards: Sequence[ShardSpec]) -> Ints:
     texts = (f"{shard.key} {shard.array.dtype} {shard.array.shape} {shard.grid}" for shard in shards)
-    return np.array([crc32(text.encode()) for text in texts], np.int64)
+    hashes = b"".join([blake2b(text.encode(), digest_size=8).digest() for text in texts])
+    return np.frombuffer(hashes, np.int64)

@@ -17,10 +17,12 @@ from functools import cached_property
 from itertools import product
 from math import gcd, prod
 from operator import le
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
 from functional_ckpt.errors import LayoutError, PolicyError
+from functional_ckpt.plan.field import as_int, as_tuple, one_of, refuse, whole
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import has_prefix
@@ -36,6 +38,8 @@ __all__ = [
     "layout_of_faces",
     "subdivide",
 ]
+
+ExtendedDTypes: TypeAlias = Literal["native", "bits"]
 
 MIB = 2**20
 #: More is nobody's wish, and a long chain makes TensorStore recurse.
@@ -53,7 +57,7 @@ def check_codecs(codecs: Sequence[str]) -> None:
     >>> check_codecs(("zstd:5", "crc32c"))
     """
     if len(codecs) > MAX_CODECS:
-        raise PolicyError("too many codecs for one array", found=len(codecs), expected=f"at most {MAX_CODECS}")
+        raise PolicyError("an array has too many codecs", found=len(codecs), expected=f"at most {MAX_CODECS}")
     for codec in codecs:
         check_codec(codec)
 
@@ -69,14 +73,39 @@ def check_codec(codec: str) -> None:
     name, level = match.group("name", "level") if match else ("", None)
     low, high = _CODECS.get(name, (0, -1))
     if name not in _CODECS or (level is not None and not low <= int(level) <= high):
-        raise PolicyError("no such codec", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]")
+        raise PolicyError(
+            "a codec is unknown", found=codec, expected="crc32c, zstd[:level], gzip[:level] or blosc[:level]"
+        )
 
 
-def _codec_table(
-    table: Mapping[str, str | Iterable[str]] | Iterable[tuple[str, str | Iterable[str]]],
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    pairs = table.items() if isinstance(table, Mapping) else table
-    return tuple((prefix, (names,) if isinstance(names, str) else tuple(names)) for prefix, names in pairs)
+def _codec_table(table: Mapping[str, str | Iterable[str]] | Iterable[tuple[str, str | Iterable[str]]]) -> Any:
+    pairs = as_tuple(table.items() if isinstance(table, Mapping) else table)
+    return tuple(map(_codec_row, pairs)) if isinstance(pairs, tuple) else table
+
+
+def _codec_row(pair: Any) -> Any:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return pair
+    prefix, names = pair
+    return prefix, (names,) if isinstance(names, str) else as_tuple(names)
+
+
+def _is_codec_row(row: Any) -> bool:
+    return (
+        isinstance(row, tuple)
+        and len(row) == 2
+        and isinstance(row[0], str)
+        and isinstance(row[1], tuple)
+        and all(isinstance(name, str) for name in row[1])
+    )
+
+
+def _check_codec_table(policy: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, tuple) or not all(map(_is_codec_row, value)):
+        raise refuse(policy, field.name, "{key prefix: a codec or several}", value,
+                     "Pass {'': 'zstd'} for all keys")  # fmt: skip
+    for _, names in value:
+        check_codecs(names)
 
 
 @attrs.frozen(kw_only=True)
@@ -92,7 +121,7 @@ class LayoutPolicy:
     Raises
     ------
     PolicyError
-        For sizes below 1 (`min_chunk_nbytes`: below 0), an unknown codec or representation.
+        For a field of another type, sizes below 1 (`min_chunk_nbytes`: below 0), an unknown codec or representation.
 
     Examples
     --------
@@ -100,19 +129,13 @@ class LayoutPolicy:
     ('zstd:3',)
     """
 
-    target_chunk_nbytes: int = 32 * MIB
-    min_chunk_nbytes: int = MIB
-    shared_chunk_nbytes: int = 2 * MIB
-    codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(default=(), converter=_codec_table)
-    extended_dtypes: str = "native"
-
-    def __attrs_post_init__(self) -> None:
-        if self.target_chunk_nbytes < 1 or self.shared_chunk_nbytes < 1 or self.min_chunk_nbytes < 0:
-            raise PolicyError("chunk sizes must be positive", found=self)
-        if self.extended_dtypes not in ("native", "bits"):
-            raise PolicyError("extended_dtypes is unknown", expected="'native' or 'bits'", found=self.extended_dtypes)
-        for _, names in self.codecs:
-            check_codecs(names)
+    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=whole(1))
+    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=whole(0))
+    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=whole(1))
+    codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(
+        default=(), converter=_codec_table, validator=_check_codec_table
+    )
+    extended_dtypes: ExtendedDTypes = attrs.field(default="native", validator=one_of(*get_args(ExtendedDTypes)))
 
     def codecs_of(self, key: str) -> tuple[str, ...]:
         """Return the codecs for `key`: those of its longest matching prefix."""

@@ -173,7 +173,7 @@ def _mismatch(entry: ArrayEntry | None, shard: ShardSpec, cast: str, reshape: bo
         return ShapeError(
             "the stored array has another shape", array.key, None, None, None, array.shape, stored.shape,
             "Pass LoadPolicy(allow_shape_mismatch=True) to align at the origin and fill with zeros"
-            if len(stored.shape) == len(array.shape) else None,
+            if len(stored.shape) == len(array.shape) else "Load it in the stored shape and reshape it",
         )  # fmt: skip
     if not can_cast(stored.dtype, array.dtype, cast):
         return CastError(

@@ -130,6 +130,16 @@ class SavePlan:
         mine = self.pieces.take(self.pieces.target == rank)
         return int((mine.sizes * itemsizes[mine.array]).sum())
 
+    def file_count(self, rank: int) -> int:
+        """Return how many files `rank` writes: the chunks that it makes, or takes part in making, and metadata."""
+        mine = self.pieces.take(self.pieces.target == rank)
+        ndim = mine.start.shape[1]
+        shapes = padded_shapes([plan.spec for plan in self.arrays], ndim)
+        direct = cut_at_chunks(mine.take(mine.chunk < 0), shapes, padded_chunks(self.arrays, ndim))
+        chunks = [np.stack([rows.array, rows.chunk]) for rows in (direct, mine.take(mine.chunk >= 0))]
+        headers = int(np.count_nonzero(self.header_rows.rank == rank))
+        return headers + int(np.unique(np.concatenate(chunks, axis=1), axis=1).shape[1])
+
     def _rows(self, *names: str) -> "zip[tuple[int, ...]]":
         return zip(*(getattr(self.pieces, name).tolist() for name in names), strict=True)
 

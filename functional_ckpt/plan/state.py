@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError, SpecError
+from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError, SpecError, raise_problems
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import (
     DIGEST_NBYTES,
@@ -26,10 +26,11 @@ from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 
 __all__ = [
-    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "GlobalState", "LocalState", "Part", "build_manifest", "is_per_rank",
-    "merge_states", "merge_values", "placed_leaves",
+    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part",
+    "build_manifest", "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
 ]  # fmt: skip
 
+_NO_ATTRIBUTES = "{}"
 #: What `encode_value` makes of containers that hold nothing.
 EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
@@ -39,7 +40,7 @@ class ArrayLeaf:
     """A leaf that is an array: its spec and path; `tied_to` an earlier key of the same memory on this rank.
 
     `sharding` tells how all ranks hold it, where that is known. `is_copy` says that every rank which has it holds all
-    of it; then `copy_digest`, if known, must be equal on all.
+    of it.
     """
 
     spec: ArraySpec
@@ -47,7 +48,6 @@ class ArrayLeaf:
     codec: str | None = None
     tied_to: str | None = None
     is_copy: bool = False
-    copy_digest: bytes | None = None
     sharding: Sharding | None = None
 
     @property
@@ -57,20 +57,30 @@ class ArrayLeaf:
 
 
 @attrs.frozen
+class CopyDigest:
+    """What a rank's copy of an array holds, to be equal on all ranks."""
+
+    spec: ArraySpec
+    digest: bytes
+
+
+@attrs.frozen
 class LocalState:
     """The state of one rank, without its data; `terms` are the parts of the policy on which all must agree.
 
-    `shards` are those of the leaves that are neither copies nor placed on a mesh, in order of the leaves. A state that
-    travels to the other ranks has all of its shards in `table` instead.
+    Its contents are `values`, `attributes` and `copies`, digests of the copies that are to be compared; the rest, and
+    where the values stand, is its structure. `shards` are those of the leaves that are neither copies nor placed on a
+    mesh, in order of the leaves. A state that travels to the other ranks has all of its shards in `table` instead.
     """
 
     arrays: tuple[ArrayLeaf, ...] = ()
     shards: tuple[ShardSpec, ...] = ()
     values: tuple[ValueEntry, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
-    attributes: str = "{}"
+    attributes: str = _NO_ATTRIBUTES
     terms: str = ""
     table: ShardTable | None = None
+    copies: tuple[CopyDigest, ...] = ()
 
     def tabled(self, rank: int, first_shard: int = 0) -> "LocalState":
         """Return the state with the table of all its shards, for the other ranks."""
@@ -92,10 +102,14 @@ class LocalState:
             else:
                 yield from (part.shard for part in leaf.sharding.parts(leaf.spec, rank))
 
+    def structure(self) -> "LocalState":
+        """Return what plans are made from: everything but `contents`; of values only which are empty containers."""
+        values = tuple(v if v.text in EMPTY_TEXTS else attrs.evolve(v, text="") for v in self.values)
+        return attrs.evolve(self, values=values, attributes=_NO_ATTRIBUTES, copies=())
+
     def contents(self) -> "LocalState":
-        """Return what may differ from save to save: values, and the digests of copies."""
-        digested = tuple(leaf for leaf in self.arrays if leaf.copy_digest is not None)
-        return attrs.evolve(self, arrays=digested, shards=(), table=None)
+        """Return what may differ from save to save: values, attributes, and the digests of copies."""
+        return LocalState(values=self.values, attributes=self.attributes, copies=self.copies)
 
     def parted(self) -> "tuple[LocalState, LocalState]":
         """Return what all ranks may hold alike, and what only this rank has: everything below a `PerRank`."""
@@ -151,31 +165,47 @@ def merge_states(parts: Sequence[Part], replicated: str = "check") -> tuple[Glob
     >>> print(merge_states(parts)[1][0])  # doctest: +ELLIPSIS
     ranks hold different values under one key: key 'lr', rank (0, 1), expected 0.1, found 0.2. Wrap ...
     """
+    structure, problems = merge_structures(parts)
+    return filled(structure, parts), (*problems, *content_problems(parts, replicated))
+
+
+def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemError, ...]]:
+    """Merge what plans are made from, and return the problems with it; `filled` adds the values."""
     problems: list[ProblemError] = []
     leaves = _merged_leaves(parts, problems)
-    values = _without_placeholders(_merged_values(parts, replicated, problems), leaves)
+    values = _without_placeholders(_merged_places(parts, problems), leaves)
     per_rank = tuple(sorted({p.key: p for _, state in parts for p in state.per_rank}.values(), key=lambda p: p.key))
-    if replicated == "check":
-        problems += _unequal_copies(parts)
     problems += _both_kinds(parts)
-    problems += _unequal_attributes(parts) or _tree_problems(leaves, values)
+    problems += _unequal(parts, "terms", "ranks pass different policies") or _tree_problems(leaves, values)
     tied = _agreed_ties([state for _, state in parts])
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))
     stored = tuple(leaf for leaf in leaves if leaf.key not in tied)
-    return GlobalState(stored, aliases, values, per_rank, parts[0][1].attributes), tuple(problems)
+    return GlobalState(stored, aliases, values, per_rank, _NO_ATTRIBUTES), tuple(problems)
 
 
-def merge_values(
-    parts: Sequence[Part], known: GlobalState, replicated: str = "check"
-) -> tuple[GlobalState, tuple[ProblemError, ...]]:
-    """Return `known`, a merged state of the same structure, with the values of now; and what differs between ranks."""
-    problems: list[ProblemError] = []
-    merged = _merged_values(parts, replicated, problems)
-    kept = {value.key for value in known.values}
-    problems += [*(_unequal_copies(parts) if replicated == "check" else ()), *_unequal_attributes(parts)]
-    values = tuple(value for value in merged if value.key in kept)
-    return attrs.evolve(known, values=values, attributes=parts[0][1].attributes), tuple(problems)
+def content_problems(parts: Sequence[Part], replicated: str = "check") -> tuple[ProblemError, ...]:
+    """Return the problems with what ranks hold alike: plain values, copies and attributes that are not equal."""
+    problems = [*_unequal_values(parts), *_unequal_copies(parts)] if replicated == "check" else []
+    return (*problems, *_unequal(parts, "attributes", "ranks pass different attributes"))
+
+
+def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
+    """Return a merged structure with the values of now: of each, that of the lowest rank which has told it.
+
+    Raises
+    ------
+    SpecError
+        If no rank has told a value.
+    """
+    texts: dict[str, str] = {}
+    for _, state in parts:
+        for value in state.values:
+            texts.setdefault(value.key, value.text)
+    raise_problems(SpecError("no rank has told the value of a key", value.key)
+                   for value in structure.values if value.key not in texts)  # fmt: skip
+    values = tuple(attrs.evolve(value, text=texts[value.key]) for value in structure.values)
+    return attrs.evolve(structure, values=values, attributes=parts[0][1].attributes)
 
 
 def placed_leaves(
@@ -247,20 +277,29 @@ def _merged_leaves(parts: Sequence[Part], problems: list[ProblemError]) -> tuple
     return tuple(leaf for _, leaf in sorted(found.items()))
 
 
-def _merged_values(parts: Sequence[Part], replicated: str, problems: list[ProblemError]) -> tuple[ValueEntry, ...]:
-    found: dict[str, tuple[int, ValueEntry]] = {}
-    for rank, state in parts:
+def _merged_places(parts: Sequence[Part], problems: list[ProblemError]) -> tuple[ValueEntry, ...]:
+    found: dict[str, ValueEntry] = {}
+    for _, state in parts:
         for value in state.values:
-            first_rank, first = found.setdefault(value.key, (rank, value))
+            first = found.setdefault(value.key, value)
             if first.path != value.path:
                 problems.append(_two_paths(value.key, first.path, value.path))
-            elif first.text != value.text and replicated == "check":
+    return tuple(value for _, value in sorted(found.items()))
+
+
+def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
+    first: dict[str, tuple[int, str]] = {}
+    problems: list[ProblemError] = []
+    for rank, state in parts:
+        for value in state.values:
+            first_rank, text = first.setdefault(value.key, (rank, value.text))
+            if text != value.text:
                 problems.append(ReplicaError(
                     "ranks hold different values under one key", value.key, (first_rank, rank), None, None,
-                    _short(first.text), _short(value.text),
+                    _short(text), _short(value.text),
                     "Wrap values that differ by rank in PerRank, or pass replicated='trust'",
                 ))  # fmt: skip
-    return tuple(value for _, (_, value) in sorted(found.items()))
+    return problems
 
 
 def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLeaf]) -> tuple[ValueEntry, ...]:
@@ -292,33 +331,30 @@ def _both_kinds(parts: Sequence[Part]) -> list[ProblemError]:
 
 
 def _unequal_copies(parts: Sequence[Part]) -> list[ProblemError]:
-    first: dict[str, tuple[int, bytes, ArraySpec]] = {}
+    first: dict[str, tuple[int, CopyDigest]] = {}
     problems: list[ProblemError] = []
     for rank, state in parts:
-        for leaf in state.arrays:
-            if leaf.copy_digest is None:
-                continue
-            first_rank, digest, first_spec = first.setdefault(leaf.key, (rank, leaf.copy_digest, leaf.spec))
+        for copy in state.copies:
+            first_rank, known = first.setdefault(copy.spec.key, (rank, copy))
             # Another shape or data type is a problem of its own, which planning names.
-            if digest != leaf.copy_digest and leaf.spec == first_spec:
+            if copy.digest != known.digest and copy.spec == known.spec:
                 problems.append(ReplicaError(
-                    "ranks hold different copies of a plain tensor", leaf.key, (first_rank, rank), None, None,
-                    digest.hex(), leaf.copy_digest.hex(),
+                    "ranks hold different copies of a plain tensor", copy.spec.key, (first_rank, rank), None, None,
+                    known.digest.hex(), copy.digest.hex(),
                     "Shard it (DTensor), wrap it in PerRank, or pass replicated='trust'",
                 ))  # fmt: skip
     return problems
 
 
-def _unequal_attributes(parts: Sequence[Part]) -> list[ProblemError]:
-    problems: list[ProblemError] = []
+def _unequal(parts: Sequence[Part], name: str, what: str) -> list[ProblemError]:
+    """Return a problem if some rank has another text in field `name` than the first."""
     first, state = parts[0]
-    for what, name in (("ranks pass different attributes", "attributes"), ("ranks pass different policies", "terms")):
-        text = getattr(state, name)
-        other = next((part for part in parts if getattr(part[1], name) != text), None)
-        if other is not None:
-            expected, found = _difference(text, getattr(other[1], name))
-            problems.append(SpecError(what, None, (first, other[0]), None, None, expected, found))
-    return problems
+    text = getattr(state, name)
+    other = next((part for part in parts if getattr(part[1], name) != text), None)
+    if other is None:
+        return []
+    expected, found = _difference(text, getattr(other[1], name))
+    return [SpecError(what, None, (first, other[0]), None, None, expected, found)]
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:

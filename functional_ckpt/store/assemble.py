@@ -11,7 +11,7 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import write_chunk, write_header
-from functional_ckpt.store.encoding import Array, as_bytes, numpy_dtype
+from functional_ckpt.store.encoding import Array, as_bytes
 from functional_ckpt.store.exchange import Exchange, Message, Traffic, deliver
 from functional_ckpt.store.wave import Wave, waves_of
 from functional_ckpt.store.work import Work, run_all
@@ -42,7 +42,7 @@ def assemble_and_write(
     for wave in waves_of(plan.pieces, plan.arrays, exchange.rank):
         chunks = _Chunks(wave, buffers)
         failure = failure or chunks.keep()
-        sent, failure = deliver(exchange, chunks.outgoing, chunks.incoming, failure)
+        sent, failure = deliver(exchange, chunks.outgoing(), chunks.incoming(), failure)
         traffic += sent
         if failure is None:
             try:
@@ -70,23 +70,28 @@ class _Chunks:
 
     def __init__(self, wave: Wave, buffers: Sequence[Buffer]) -> None:
         self.wave, self.buffers = wave, buffers
-        self.outgoing = {
-            rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.held.items()
-        }
-        self.incoming = {
-            rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.foreign.items()
-        }
         self._found: dict[tuple[int, int], tuple[Box, Array]] = {}
+
+    # Made when asked for: messages that were kept here would tie a knot, and hold all memory until the collector runs.
+    def outgoing(self) -> dict[int, Message]:
+        """Return the messages that leave, by rank."""
+        wave = self.wave
+        return {rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.held.items()}
+
+    def incoming(self) -> dict[int, Message]:
+        """Return the messages that come, by rank."""
+        wave = self.wave
+        return {rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.foreign.items()}
 
     def keep(self) -> Exception | None:
         """Put the pieces that are here into their chunks, one that is the chunk as it is; return what failed."""
         try:
             for row in self.wave.here:
-                piece = self.wave.rows[row]
                 values = self.wave.get(row, self.buffers)
-                box = self.wave.box_of(piece.array, piece.chunk)
-                if piece.size == box.size:
-                    self._found[piece.array, piece.chunk] = box, values
+                place = self.wave.place_of(row)
+                box = self.wave.box_of(*place)
+                if self.wave.size[row] == box.size:
+                    self._found[place] = box, values
                 else:
                     self._region(row)[...] = values
         except Exception as error:
@@ -120,12 +125,11 @@ class _Chunks:
 
     def _region(self, row: int) -> Array:
         """Return where a piece belongs in its chunk."""
-        piece = self.wave.rows[row]
-        known = self._found.get((piece.array, piece.chunk))
+        place = self.wave.place_of(row)
+        known = self._found.get(place)
         if known is None:
-            box = self.wave.box_of(piece.array, piece.chunk)
-            dtype = numpy_dtype(self.wave.arrays[piece.array].spec.dtype)
-            known = self._found[piece.array, piece.chunk] = box, np.empty(box.shape, dtype)
+            box = self.wave.box_of(*place)
+            known = self._found[place] = box, np.empty(box.shape, self.wave.dtype_of(row))
         box, values = known
         region: Array = values[self.wave.in_chunk(row, box)]
         return region

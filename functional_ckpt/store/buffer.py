@@ -3,13 +3,14 @@
 A fragment of it is named by its `shape` and the element `run` at which it begins; a region is slices within a fragment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, Protocol
 
 import attrs
 import numpy as np
 
+from functional_ckpt.spec.strided import View
 from functional_ckpt.store.encoding import Array
 
 __all__ = ["WHOLE", "Buffer", "HostBuffer", "region_of"]
@@ -32,6 +33,9 @@ class Buffer(Protocol):
 
     def staged(self) -> "Buffer":
         """Return a copy on the host that later changes of this memory do not reach."""
+
+    def memory(self) -> tuple[Hashable, View]:
+        """Return where the memory is: a space of addresses (None for the host's), and which bytes there."""
 
 
 @attrs.frozen(eq=False)
@@ -67,6 +71,14 @@ class HostBuffer:
     def staged(self) -> "HostBuffer":
         """Return a copy."""
         return HostBuffer(np.array(self.array, order="C"))
+
+    def memory(self) -> tuple[Hashable, View]:
+        """Return where the array is."""
+        array = self.array
+        address = array.__array_interface__["data"][0]
+        if array.flags.c_contiguous:
+            return None, View.of_bytes(address, array.nbytes)
+        return None, View(address, array.shape, array.strides, array.itemsize)
 
 
 #: The whole of a fragment, whatever its rank.

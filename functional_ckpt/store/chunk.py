@@ -1,7 +1,5 @@
 """One chunk of an array: whether it is there, its bytes, its digest, and writing it whole."""
 
-from operator import mul
-
 import attrs
 import numpy as np
 import xxhash
@@ -11,8 +9,7 @@ from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.flat import flat_runs
-from functional_ckpt.store.base import BLOCK_NBYTES, PAGE_NBYTES, Store
+from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.encoding import (
     Array,
     array_metadata,
@@ -24,13 +21,19 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
+from functional_ckpt.store.files import FileStore
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
     "check_chunk",
     "check_digest",
+    "chunk_digest",
     "create_chunk",
+    "decoding_nbytes",
+    "encoded_limit",
+    "located",
     "read_chunk",
+    "update_chunk",
     "write_chunk",
     "write_header",
 ]
@@ -40,54 +43,90 @@ SMALL_CHUNK_NBYTES = 64 * 2**10
 
 
 def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> StorageError | None:
-    """Return a problem if a chunk is missing, or a plain one has not the size that its shape says."""
-    name = chunk_name(index)
+    """Return a problem if a chunk is missing, or has not the size that its shape says."""
+    spec, layout = entry.spec, entry.layout
     try:
-        found = store.nbytes_of(f"{node_name(entry.spec.key)}/{name}")
+        found = store.nbytes_of(f"{node_name(spec.key)}/{chunk_name(index)}")
     except StorageError as error:
-        return attrs.evolve(error, key=entry.spec.key, chunk=name)
-    expected = entry.layout.chunk_nbytes
-    if found is None or (is_raw(entry.layout) and found != expected):
-        what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
-        offset = entry.grid.box(index).start
-        return CorruptionError(
-            what, entry.spec.key, None, entry.spec.shape, offset, f"{expected} bytes",
-            "nothing" if found is None else f"{found} bytes", "Restore the file, or load another checkpoint",
-            chunk=name,
-        )  # fmt: skip
-    return None
+        return located(error, spec, layout, index)
+    raw = is_raw(layout)
+    most = layout.chunk_nbytes if raw else encoded_limit(layout)
+    return _bad_size(spec, layout, index, found) if found is None or found > most or (raw and found < most) else None
 
 
-def read_chunk(
-    store: Store,
-    spec: ArraySpec,
-    layout: Layout,
-    index: tuple[int, ...],
-    part: Box | None = None,
-    copied: bool = False,
-) -> Array:
-    """Return the cells of one chunk, clipped to the array: a view of mapped bytes where chunks are plain.
+def encoded_limit(layout: Layout) -> int:
+    """Return more bytes than any chain of codecs makes of a chunk: what is larger was not written by us.
 
-    With `part` (in the chunk's coordinates) only those cells will be looked at, so that nothing else is fetched. With
-    `copied` a plain chunk is read rather than mapped, which takes fewer calls.
+    Examples
+    --------
+    >>> encoded_limit(Layout("exclusive", (4,), ("zstd",), "float32"))
+    65568
     """
-    if is_raw(layout):
-        name = f"{node_name(spec.key)}/{chunk_name(index)}"
-        data = store.read(name) if copied else None
-        mapped = data if data is not None else store.map(name, _byte_ranges(spec, layout, part))
-        if len(mapped) != layout.chunk_nbytes:
-            raise CorruptionError(
-                "a stored chunk has a wrong size", spec.key, None, spec.shape, tuple(map(mul, index, layout.chunk)),
-                f"{layout.chunk_nbytes} bytes", f"{len(mapped)} bytes", chunk=chunk_name(index),
-            )  # fmt: skip
-        whole = np.frombuffer(mapped, numpy_dtype(spec.dtype)).reshape(layout.chunk)
-        ends = zip(spec.shape, index, layout.chunk, strict=True)
-        clipped: Array = whole[tuple(slice(n - i * c) for n, i, c in ends)] if spec.shape != layout.chunk else whole
-        return clipped
-    from functional_ckpt.store.zarr import open_array, read_box
+    return 2 * layout.chunk_nbytes + 2**16
 
+
+def decoding_nbytes(layout: Layout) -> int:
+    """Return the bytes that a chunk takes up to: its own, and with codecs its encoded ones and a copy.
+
+    Examples
+    --------
+    >>> decoding_nbytes(Layout("exclusive", (4,), (), "float32"))
+    16
+    """
+    return layout.chunk_nbytes if is_raw(layout) else 3 * layout.chunk_nbytes
+
+
+def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> Array:
+    """Return the cells of one chunk, clipped to the array."""
+    name = f"{node_name(spec.key)}/{chunk_name(index)}"
+    raw = is_raw(layout)
     _check_memory(spec, layout, index)
-    return read_box(open_array(store, spec, layout), spec, ChunkGrid(spec.shape, layout.chunk).box(index))
+    try:
+        data = store.read(name, layout.chunk_nbytes if raw else encoded_limit(layout))
+    except StorageError as error:
+        raise located(error, spec, layout, index) from error.__cause__
+    if data is None or (raw and len(data) < layout.chunk_nbytes):
+        raise _bad_size(spec, layout, index, None if data is None else len(data))
+    if not raw:
+        from functional_ckpt.store.zarr import decode_chunk
+
+        return decode_chunk(data, spec, layout, index)
+    whole = np.frombuffer(data, numpy_dtype(spec.dtype)).reshape(layout.chunk)
+    ends = zip(spec.shape, index, layout.chunk, strict=True)
+    clipped: Array = whole[tuple(slice(n - i * c) for n, i, c in ends)] if spec.shape != layout.chunk else whole
+    return clipped
+
+
+def chunk_digest(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> bytes:
+    """Return the digest of the cells of one stored chunk, in the memory of a block where they lie in a row."""
+    box = ChunkGrid(spec.shape, layout.chunk).box(index)
+    if not is_raw(layout) or box.shape[1:] != layout.chunk[1:]:
+        return digest(read_chunk(store, spec, layout, index))
+    hasher = xxhash.xxh3_128()
+    try:
+        store.scan(f"{node_name(spec.key)}/{chunk_name(index)}", box.size * spec.itemsize, hasher.update)
+    except StorageError as error:
+        raise located(error, spec, layout, index) from error.__cause__
+    return hasher.digest()
+
+
+def located(error: StorageError, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> StorageError:
+    """Return `error` with the chunk that it is about."""
+    if error.chunk is not None:
+        return error
+    offset = ChunkGrid(spec.shape, layout.chunk).box(index).start
+    return attrs.evolve(error, key=spec.key, shape=spec.shape, offset=offset, chunk=chunk_name(index))
+
+
+def _bad_size(spec: ArraySpec, layout: Layout, index: tuple[int, ...], found: int | None) -> CorruptionError:
+    what = "a stored chunk is missing" if found is None else "a stored chunk has a wrong size"
+    raw, offset = is_raw(layout), ChunkGrid(spec.shape, layout.chunk).box(index).start
+    most = layout.chunk_nbytes if raw else encoded_limit(layout)
+    return CorruptionError(
+        what, spec.key, None, spec.shape, offset, f"{'' if raw else 'at most '}{most} bytes",
+        "nothing" if found is None else f"{found} bytes", "Restore the file, or load another checkpoint",
+        chunk=chunk_name(index),
+    )  # fmt: skip
 
 
 def write_header(array: ArrayPlan, store: Store) -> None:
@@ -98,13 +137,24 @@ def write_header(array: ArrayPlan, store: Store) -> None:
 
 def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
     """Write the whole chunk whose cells are `box`, and return its digest."""
+    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
+    name = f"{node_name(spec.key)}/{chunk_name(index)}"
     if is_raw(layout):
-        index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-        return create_chunk(store, f"{node_name(spec.key)}/{chunk_name(index)}", values, layout)
+        return create_chunk(store, name, values, layout)
+    from functional_ckpt.store.zarr import encode_chunk
+
+    data = encode_chunk(spec, layout, box, values)
+    store.create(name, [memoryview(data)], len(data))
+    return digest(values)
+
+
+def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> None:
+    """Write the cells `box` of a chunk that others write too."""
     from functional_ckpt.store.zarr import open_array, write_box
 
+    if isinstance(store, FileStore):
+        store.check_guard()  # as `create` does: the file is replaced
     write_box(open_array(store, spec, layout), spec.key, box, values, layout)
-    return digest(values)
 
 
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
@@ -146,13 +196,3 @@ def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> No
             "a stored chunk does not fit into memory", spec.key, None, spec.shape, found=f"{nbytes} bytes",
             chunk=chunk_name(index),
         ) from None  # fmt: skip
-
-
-def _byte_ranges(spec: ArraySpec, layout: Layout, part: Box | None) -> list[tuple[int, int]]:
-    """Return the bytes of a plain chunk that hold `part`; nothing where its rows are shorter than a page."""
-    if part is None:
-        return []
-    runs = flat_runs(layout.chunk, part)
-    if not runs or (runs[0][1] - runs[0][0]) * spec.itemsize < PAGE_NBYTES:
-        return []
-    return [(start * spec.itemsize, stop * spec.itemsize) for start, stop in runs]

@@ -11,15 +11,19 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
+from functools import cache
 from pathlib import Path
 from threading import Lock
 
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, StorageError
-from functional_ckpt.store.files import FileStore
+from functional_ckpt.store.directories import sync_directory
 
-__all__ = ["Claim", "claimed_by", "claimed_nodes", "is_live", "is_live_in_memory"]
+__all__ = ["ABANDONED", "Claim", "claimed_by", "claimed_nodes", "is_live", "is_live_in_memory", "state_of"]
+
+#: Suffix of the claim of a save that was given up while other ranks may still have been writing.
+ABANDONED = ".abandoned"
 
 # The in-memory stores that this process is saving to.
 _MEMORY: dict[str, None] = {}
@@ -27,6 +31,10 @@ _MEMORY_LOCK = Lock()
 
 # What file systems without locks answer.
 _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
+# How often a claim is made anew because a sweep has taken the unlocked file for a leftover.
+_TRIES = 20
+# No claim of ours is longer: what a stranger put there is not read whole.
+_MAX_NBYTES = 2**28
 
 
 @attrs.define(eq=False)
@@ -69,65 +77,168 @@ class Claim:
         system has no locks it says so, and counts as live until somebody removes it.
         """
         new = path.with_name(path.name + ".new")
-        claim = cls(new, os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-        try:
-            claim._fill(save_id, nodes)
-            new.rename(path)
-        except BaseException:
-            claim.release()
-            raise
-        claim.path = path
-        return claim
+        for _ in range(_TRIES):
+            claim = cls(new, os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+            try:
+                claim._write({"save_id": save_id, "pid": os.getpid(), "locked": claim._lock(), **_machine()})
+                if nodes:
+                    claim.name(nodes)
+                os.rename(new, path)
+            except FileNotFoundError:  # swept away in the moment before it was locked
+                claim.release()
+                continue
+            except BaseException as error:
+                claim.release_after(error)
+                raise
+            claim.path = path
+            return claim
+        raise StorageError("the claim of a save is removed as soon as it is made", path=str(path))
 
-    def _fill(self, save_id: str, nodes: Sequence[str]) -> None:
-        file = self._file or 0
-        locked = True
+    @classmethod
+    def adopt(cls, path: Path) -> "Claim | None":
+        """Take over the claim of a dead save, so that nobody else does; None if it is not (known to be) dead."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file = _opened(path)
+        except PermissionError:
+            return None  # somebody else's, and not ours to judge
+        if file is None:
+            return None
+        claim = cls(path, file)
+        try:
+            if _judged(path, file) == "dead" and os.fstat(file).st_nlink:
+                return claim
+        except BaseException:
+            claim.drop()
+            raise
+        claim.drop()
+        return None
+
+    def name(self, nodes: Sequence[str], durable: bool = False) -> None:
+        """Say which nodes are going to be written; until then a sweep removes nothing beside the claim."""
+        self._write({"nodes": list(nodes)})
+        if durable and self.path is not None:
+            os.fsync(self._file or 0)
+            sync_directory(self.path.parent)
+
+    def set_aside(self) -> None:
+        """Say that the save was given up, and keep what it named: a late rank may still add to that."""
+        if self.path is not None:
+            aside = self.path.with_name(self.path.name + ABANDONED)
+            os.rename(self.path, aside)
+            self.path = None
+
+    def is_held(self) -> bool:
+        """Tell whether the claim is still there: a sweep that could not see the lock may have removed it."""
+        return self.path is None or self._file is None or os.fstat(self._file).st_nlink > 0
+
+    def release(self) -> str | None:
+        """Remove the claim, then drop its lock: in this order nobody finds an unlocked live claim.
+
+        Returns what could not be done, in words: the save's own outcome does not depend on it.
+        """
+        problem = None
+        try:
+            if self.path is not None and self._file is not None:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            problem = f"its claim {self.path} could not be removed ({error.strerror or error})"
+        self.drop()
+        return problem
+
+    def release_after(self, error: BaseException) -> None:
+        """Release the claim of a save that has failed; what could not be done is noted with the error."""
+        problem = self.release()
+        if problem is not None:
+            error.add_note(problem)
+
+    def drop(self) -> None:
+        """Drop the lock, and leave the file."""
+        if self._url is not None:
+            _MEMORY.pop(self._url, None)
+        file, self._file = self._file, None
+        if file is not None:
+            # A forked child shares the lock with us; unlocking by hand drops it for both.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+            with suppress(OSError):  # a small file that nobody needs any more
+                os.close(file)
+
+    def _lock(self) -> bool:
+        """Lock the file and return True, or False where the file system has no locks."""
+        try:
+            fcntl.flock(self._file or 0, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            locked = False
-        content = {"save_id": save_id, "pid": os.getpid(), "locked": locked, "nodes": list(nodes)}
-        data = memoryview(json.dumps(content).encode())
-        while data:
-            data = data[os.write(file, data) :]
+            return False
+        return True
 
-    def release(self) -> None:
-        """Remove the claim, then drop its lock: in this order nobody finds an unlocked live claim."""
-        if self._url is not None:
-            _MEMORY.pop(self._url, None)
-        if self._file is not None:
-            with suppress(OSError):  # left to `sweep`: a save that has published does not fail for it
-                if self.path is not None:
-                    self.path.unlink()
-            # A forked child shares the lock with us; unlocking by hand drops it for both.
-            with suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            os.close(self._file)
-            self._file = None
+    def _write(self, content: dict[str, object]) -> None:
+        data = memoryview(json.dumps(content).encode() + b"\n")
+        while data:
+            data = data[os.write(self._file or 0, data) :]
 
 
 def is_live(path: Path) -> bool:
-    """Tell whether a process holds the claim at `path`, as far as the file system can tell."""
+    """Tell whether a process holds the claim at `path`, as far as that can be known: in doubt it does."""
+    return state_of(path) != "dead"
+
+
+def state_of(path: Path) -> str:
+    """Return ``"live"``, ``"dead"``, or ``"foreign"``: of another machine, whose locks may not be seen from here."""
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            return False  # no claim of ours: opening a pipe would wait for its other end
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
+        file = _opened(path)
     except PermissionError:
-        return True  # somebody else's, and not ours to judge
+        return "live"
+    if file is None:
+        return "dead"
+    try:
+        return _judged(path, file)
+    finally:
+        with suppress(OSError):
+            os.close(file)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return None  # no claim of ours: opening a pipe would wait for its other end
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+
+
+def _judged(path: Path, file: int) -> str:
+    """Return what `state_of` does, for an open claim; a dead one is locked now."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return "live"
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-    finally:
-        os.close(file)
-    return _content(path).get("locked") is False
+    if path.name.endswith(ABANDONED):
+        return "dead"
+    content = _parsed(_read(file))
+    if content.get("locked") is False:
+        return "live"
+    here, there = _machine(), {name: content.get(name) for name in ("host", "boot")}
+    # A claim of before, or one that was torn off, does not say where it was made.
+    same = there["host"] in (None, here["host"]) or there["boot"] == here["boot"] != ""
+    return "dead" if same else "foreign"
+
+
+@cache
+def _machine() -> dict[str, str]:
+    """Return the name of this machine, and what all its containers and no other machine have in common."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return {"host": os.uname().nodename, "boot": boot}
 
 
 def is_live_in_memory(url: str) -> bool:
@@ -137,25 +248,44 @@ def is_live_in_memory(url: str) -> bool:
 
 def claimed_by(path: Path, save_id: str) -> bool:
     """Tell whether the claim at `path` is that of `save_id`: what a rank checks to see that it shares the path."""
-    return _content(path).get("save_id") == save_id
-
-
-def claimed_nodes(data: bytes) -> list[str]:
-    """Return the nodes that a claim with content `data` names."""
-    nodes = _parsed(data).get("nodes")
-    return [node for node in nodes if isinstance(node, str)] if isinstance(nodes, list) else []
-
-
-def _content(path: Path) -> dict[str, object]:
     try:
-        return _parsed(FileStore(path.parent).read(path.name) or b"")
-    except StorageError:
-        return {}
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        return _parsed(_read(file)).get("save_id") == save_id
+    finally:
+        with suppress(OSError):
+            os.close(file)
+
+
+def claimed_nodes(data: bytes) -> list[str] | None:
+    """Return the nodes that a claim with content `data` names; None if it is no claim, or was torn off.
+
+    Examples
+    --------
+    >>> claimed_nodes(b'{"save_id": "1f"}'), claimed_nodes(b'{"save_id": "1f", "nodes": ["w"]}'), claimed_nodes(b"{")
+    ([], ['w'], None)
+    """
+    content = _parsed(data)
+    nodes = content.get("nodes")
+    if isinstance(nodes, list):
+        return [node for node in nodes if isinstance(node, str)]
+    return [] if "save_id" in content else None
+
+
+def _read(file: int) -> bytes:
+    return os.pread(file, min(os.fstat(file).st_size, _MAX_NBYTES), 0)
 
 
 def _parsed(data: bytes) -> dict[str, object]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """Return what the lines of a claim say; the last one may be torn off."""
+    content: dict[str, object] = {}
+    for line in data.splitlines():
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if isinstance(found, dict):
+            content |= found
+    return content

@@ -9,32 +9,39 @@ the directory.
 
 import json
 import os
+import re
 import secrets
-import shutil
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
 import attrs
-import xxhash
 
-from functional_ckpt.errors import (
-    AlreadyExistsError,
-    CheckpointError,
-    CheckpointWarning,
-    PathNotSharedError,
-    PolicyError,
-)
+from functional_ckpt.errors import AlreadyExistsError, CheckpointError, PathNotSharedError, PolicyError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.claim import Claim, claimed_by, is_live
+from functional_ckpt.store.claim import Claim, claimed_by
+from functional_ckpt.store.directories import (
+    exchange_paths,
+    identity_of,
+    is_directory,
+    make_directories,
+    remove_tree,
+)
 from functional_ckpt.store.encoding import array_metadata, node_name, to_json
-from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
 from functional_ckpt.store.opening import local_path, open_store
-from functional_ckpt.store.sweep import is_claim_name, is_node_file, leftover_names
+from functional_ckpt.store.sweep import dead_claims, leftover_names
+from functional_ckpt.store.target import (
+    MANIFEST,
+    PROVENANCE,
+    ROOT,
+    Replaceable,
+    check_target,
+    manifest_digest,
+    put_in_place,
+    synced,
+)
 
 __all__ = [
     "MANIFEST",
@@ -42,6 +49,7 @@ __all__ = [
     "ROOT",
     "Site",
     "abandon",
+    "add_notes",
     "begin",
     "manifest_digest",
     "publish",
@@ -49,21 +57,23 @@ __all__ = [
     "seen_from",
 ]
 
-ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
+# With these no name is made durable by itself.
+_NOT_EACH = ("none", "syncfs")
 
 
 @attrs.frozen
 class Site:
     """Where one save writes and what it becomes; equal on all ranks.
 
-    `url` is the final place, `work_url` the place written to (the same in marker mode).
+    `url` is the final place, `work_url` the place written to (the same in marker mode). `replaceable` says
+    what may be replaced, None for nothing.
     """
 
     url: str
     work_url: str
     mode: str
-    overwrite: bool
     save_id: str
+    replaceable: Replaceable | None = None
 
     def claim_path(self) -> Path | None:
         """Return the path of the claim file (none in memory)."""
@@ -75,13 +85,19 @@ class Site:
         return final.parent / f".{final.name}.{self.save_id}.claim"
 
 
-def begin(url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str]) -> tuple[Site, Claim | None]:
+def begin(
+    url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str], durability: str = "none"
+) -> tuple[Site, Claim | None]:
     """Choose and create the place to write `nodes` to; called by the coordinator only.
+
+    `durability` is that of the policy.
 
     Raises
     ------
     AlreadyExistsError
         If the path holds a checkpoint and `overwrite` is off, or anything that is not a checkpoint.
+    StorageError
+        If what is there could not be replaced in the end: a mount point, or no way to exchange two directories.
     """
     save_id = secrets.token_hex(8)
     store = open_store(url)
@@ -90,22 +106,41 @@ def begin(url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str]) -> 
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode == "marker":
-        return _begin_marker(store, overwrite, save_id, nodes)
+        return _begin_marker(store, overwrite, save_id, nodes, durability)
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
             final = final.resolve()  # replace what the link points to, not the link
-        _check_target(final, overwrite)
-    site = Site(str(final), str(final.parent / f".{final.name}.{save_id}.saving"), "rename", overwrite, save_id)
+        check_target(final, overwrite)
+    site = Site(str(final), str(final.parent / f".{final.name}.{save_id}.saving"), "rename", save_id)
     with storage_errors("creating the directory to save to", site.work_url):
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(final.parent, durability not in _NOT_EACH)
         claim = Claim.take(site.claim_path() or final, save_id)
-        try:
-            Path(site.work_url).mkdir()
-        except BaseException:
-            claim.release()
-            raise
-    return site, claim
+    try:
+        with storage_errors("creating the directory to save to", site.work_url):
+            os.mkdir(site.work_url)
+            return (_with_target(site) if overwrite else site), claim
+    except BaseException as error:
+        add_notes(error, abandon(site, claim))
+        raise
+
+
+def _with_target(site: Site) -> Site:
+    """Return `site` with what it may replace; fail if the file system cannot replace it."""
+    final, work = Path(site.url), Path(site.work_url)
+    # In this order: a save that publishes meanwhile is seen by its claim or by what it has published.
+    claims = re.compile(rf"\.{re.escape(final.name)}\.([0-9a-f]{{16}})\.claim")
+    found = (claims.fullmatch(name) for name in os.listdir(final.parent))
+    earlier = tuple(sorted(match[1] for match in found if match is not None and match[1] != site.save_id))
+    found_there = identity_of(final)
+    if found_there is not None and os.listdir(final):
+        one, other = work / "one", work / "other"
+        one.mkdir()
+        other.mkdir()
+        exchange_paths(one, other)
+        one.rmdir()
+        other.rmdir()
+    return attrs.evolve(site, replaceable=Replaceable(found_there, earlier))
 
 
 def seen_from(site: Site, url: str | Path, rank: int) -> Site:
@@ -118,17 +153,18 @@ def seen_from(site: Site, url: str | Path, rank: int) -> Site:
     """
     if site.claim_path() is None:
         return site
-    final, work = local_path(url), Path(site.work_url)
-    final = final.resolve() if final.is_symlink() else final
-    mine = attrs.evolve(
-        site, url=str(final), work_url=str(final if site.mode == "marker" else final.parent / work.name)
-    )
-    claim = mine.claim_path()
-    if claim is None or not (claimed_by(claim, site.save_id) and Path(mine.work_url).is_dir()):
-        raise PathNotSharedError(
-            "this rank does not see the directory that rank 0 has created", None, rank, path=str(final),
-            expected=site.work_url, remedy="Save to one path on a file system that all ranks share",
-        )  # fmt: skip
+    with storage_errors("looking for the directory that rank 0 has created", str(url)):
+        final, work = local_path(url), Path(site.work_url)
+        final = final.resolve() if final.is_symlink() else final
+        mine = attrs.evolve(
+            site, url=str(final), work_url=str(final if site.mode == "marker" else final.parent / work.name)
+        )
+        claim = mine.claim_path()
+        if claim is None or not (claimed_by(claim, site.save_id) and is_directory(Path(mine.work_url))):
+            raise PathNotSharedError(
+                "this rank does not see the directory that rank 0 has created", None, rank, path=str(final),
+                expected=site.work_url, remedy="Save to one path on a file system that all ranks share",
+            )  # fmt: skip
     return mine
 
 
@@ -139,152 +175,108 @@ def publish(
     provenance: Mapping[str, Any],
     consolidate: bool,
     confirm: Callable[[], None],
-) -> None:
+) -> tuple[str, ...]:
     """Write manifest, provenance and root, in this order, and make the checkpoint appear.
 
-    `confirm` is called right before the step after which the checkpoint is there; it may still raise.
+    `confirm` is called right before the step after which the checkpoint is there; it may still raise. What fails after
+    that step cannot undo it, and is returned in words.
     """
     text = manifest.to_json()
     for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
         store.create(name, [memoryview(data)], len(data))
     root = root_metadata(manifest, manifest_digest(text), consolidate)
+    durable = store.sync != "none"
     if site.mode == "marker":
         store.flush()
         confirm()
         store.publish(ROOT, root)
-        store.flush()
-        return
+        return synced(Path(site.url)) if durable else ()
     store.create(ROOT, [memoryview(root)], len(root))
     store.flush()
-    confirm()
     with storage_errors("publishing", site.url):
-        _rename(site, isinstance(store, FileStore) and store.sync != "none")
+        return put_in_place(Path(site.work_url), Path(site.url), site.replaceable, durable, confirm)
 
 
-def abandon(site: Site, claim: Claim | None) -> None:
-    """Remove what a failed save has written; called by the coordinator when no rank writes any more."""
-    if site.mode == "rename":
-        shutil.rmtree(site.work_url, ignore_errors=True)
-    else:
-        store = open_store(site.url)
-        store.delete(leftover_names(store))
+def abandon(site: Site, claim: Claim | None, late: bool = False) -> tuple[str, ...]:
+    """Remove what a failed save has written, and return what could not be removed, in words; never raises for it.
+
+    `late` says that other ranks may still be writing. In marker mode the claim is then left, under another name, so
+    that the next save or a sweep can tell what they leave.
+    """
+    kept = claim is not None and claim.path is not None and late and site.mode == "marker"
+    problems: list[str] = []
+    try:
+        if site.mode == "rename":
+            remove_tree(Path(site.work_url))
+        else:
+            store = open_store(site.url)
+            name = claim.path.name if claim is not None and claim.path is not None else ""
+            names = leftover_names(store, {name})
+            if kept and claim is not None:
+                claim.set_aside()
+            store.delete([found for found in names if found != name])
+    except (OSError, CheckpointError) as error:
+        problems.append(f"what was written for it could not be removed, and is left to functional_ckpt.sweep ({error})")
     if claim is not None:
-        claim.release()
+        problem = claim.release()
+        problems += [problem] if problem else []
+    return tuple(problems)
 
 
-def manifest_digest(data: bytes) -> str:
-    """Return the digest of a manifest's text, as the root records it."""
-    return xxhash.xxh3_128_hexdigest(data)
+def add_notes(error: BaseException, notes: Sequence[str]) -> None:
+    """Say with an error what else has failed because of it."""
+    for note in notes:
+        error.add_note(note)
 
 
-def _begin_marker(store: Store, overwrite: bool, save_id: str, nodes: Sequence[str]) -> tuple[Site, Claim | None]:
+def _begin_marker(
+    store: Store, overwrite: bool, save_id: str, nodes: Sequence[str], durability: str
+) -> tuple[Site, Claim | None]:
     if store.nbytes_of(ROOT) is not None:
         raise AlreadyExistsError(
             "the path holds a committed checkpoint or Zarr group", path=store.url,
             remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
         )  # fmt: skip
-    site = Site(store.url, store.url, "marker", overwrite, save_id)
-    claim = _claim_in_place(site, nodes)
+    site = Site(store.url, store.url, "marker", save_id)
+    path = site.claim_path()
+    with storage_errors("creating the directory to save to", site.url):
+        if path is not None:
+            make_directories(path.parent, durability not in _NOT_EACH)
+        claim = Claim.take_in_memory(site.url) if path is None else Claim.take(path, save_id)
     try:
-        store.delete(leftover_names(store, None if claim.path is None else claim.path.name))
-        taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
-        if taken:
-            raise AlreadyExistsError(
-                "names that the checkpoint needs are taken by others", path=store.url, found=", ".join(taken[:5]),
-                remedy="Save under a new path; what is not ours is never replaced",
-            )  # fmt: skip
-    except BaseException:
-        claim.release()
+        with storage_errors("creating the directory to save to", site.url):
+            _clear_in_place(store, path)
+            _check_names(store, nodes)
+            if path is not None:
+                claim.name(nodes, durability != "none")  # only now: what lies there under these names is ours
+    except BaseException as error:
+        claim.release_after(error)
         raise
     return site, claim
 
 
-def _claim_in_place(site: Site, nodes: Sequence[str]) -> Claim:
-    """Take the claim of a save in marker mode, and make sure that it is the only live one."""
-    path = site.claim_path()
-    if path is None:
-        return Claim.take_in_memory(site.url)
-    with storage_errors("creating the directory to save to", site.url):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        claim = Claim.take(path, site.save_id, nodes)
-        # Looked for after taking ours: of two that begin at once, at least one sees the other.
-        others = [other.name for other in path.parent.glob(".*.claim") if other != path and is_live(other)]
-    if others:
-        claim.release()
-        raise AlreadyExistsError("another save to this path is running", path=site.url, found=others[0])
-    return claim
+def _clear_in_place(store: Store, mine: Path | None) -> None:
+    """Remove what dead saves have left, unless a live one is at work."""
+    if mine is None:
+        store.delete(leftover_names(store, ()))
+        return
+    # Looked for after taking ours: of two that begin at once, at least one sees the other.
+    with dead_claims(mine.parent, mine.name) as (dead, live):
+        if live:
+            raise AlreadyExistsError(
+                "another save to this path is running, or is being swept", path=str(mine.parent), found=live[0],
+                remedy="Save under a new path; delete the claim if that save is dead, on another machine",
+            )  # fmt: skip
+        store.delete(leftover_names(store, dead))
 
 
-def _check_target(final: Path, overwrite: bool) -> None:
-    if not final.exists():
-        return
-    if not final.is_dir():
-        raise AlreadyExistsError("the path is a file", path=str(final), remedy="Save under a new path")
-    if not any(final.iterdir()):
-        return
-    foreign = _foreign_names(final)
-    if foreign:
+def _check_names(store: Store, nodes: Sequence[str]) -> None:
+    taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
+    if taken:
         raise AlreadyExistsError(
-            "the path holds files that are not part of a checkpoint of functional_ckpt", path=str(final),
-            found=", ".join(foreign[:5]), remedy="Save under a new path; what is not ours is never replaced",
+            "names that the checkpoint needs are taken by others", path=store.url, found=", ".join(taken[:5]),
+            remedy="Save under a new path; what is not ours is never replaced",
         )  # fmt: skip
-    if not overwrite:
-        raise AlreadyExistsError(
-            "the path holds a checkpoint", path=str(final), remedy="Pass overwrite=True, or save under a new path"
-        )
-
-
-def _foreign_names(final: Path) -> list[str]:
-    """Return what lies in a directory and is no part of the committed checkpoint there; everything if there is none."""
-    found = sorted(path.name for path in final.iterdir())
-    try:
-        store = FileStore(final)
-        data = store.read(MANIFEST) or b""
-        root = json.loads(store.read(ROOT) or b"")
-        if root["attributes"][FORMAT]["manifest"] != manifest_digest(data):
-            return found
-        nodes = {node_name(entry.spec.key) for entry in Manifest.from_json(data).arrays}
-    except (ValueError, KeyError, TypeError, RecursionError, CheckpointError):
-        return found
-    foreign: list[str] = []
-    for name in found:
-        path = final / name
-        if name in nodes and path.is_dir():
-            foreign += [f"{name}/{inner}" for inner in _foreign_to_node(path)]
-        elif path.is_dir() or not (name in (ROOT, MANIFEST, PROVENANCE) or is_claim_name(name)):
-            foreign.append(name)
-    return foreign
-
-
-def _foreign_to_node(path: Path) -> list[str]:
-    with os.scandir(path) as found:
-        return sorted(e.name for e in found if not is_node_file(e.name) or e.is_dir(follow_symlinks=False))
-
-
-def _rename(site: Site, durable: bool) -> None:
-    work, final = Path(site.work_url), Path(site.url)
-    if site.overwrite and final.is_dir() and any(final.iterdir()):
-        _check_target(final, overwrite=True)  # files of others may have come while we were writing
-        exchange_paths(work, final)
-        _sync_parent(final, durable)
-        shutil.rmtree(work, ignore_errors=True)  # published: what is left of the old one is for `sweep`
-        return
-    try:
-        os.rename(work, final)  # onto nothing or an empty directory; anything else is refused by the system
-    except OSError as error:
-        if error.errno not in (EEXIST, ENOTEMPTY, ENOTDIR):
-            raise
-        raise AlreadyExistsError("the path appeared while saving", path=site.url, found=error.strerror) from error
-    _sync_parent(final, durable)
-
-
-def _sync_parent(final: Path, durable: bool) -> None:
-    """Make the new name durable. The checkpoint is there already, so that a failure is a warning."""
-    try:
-        if durable:
-            sync_directory(final.parent)
-    except OSError as error:
-        warnings.warn(f"published, but a power cut may undo it: {error}", CheckpointWarning, stacklevel=2)
 
 
 def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:

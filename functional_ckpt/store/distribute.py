@@ -10,7 +10,7 @@ from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.store.assemble import joined_bytes
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_digest, read_chunk
+from functional_ckpt.store.chunk import check_digest, decoding_nbytes, read_chunk
 from functional_ckpt.store.encoding import Array, digest
 from functional_ckpt.store.exchange import Exchange, Message, Traffic, deliver
 from functional_ckpt.store.wave import Wave, waves_of
@@ -44,7 +44,7 @@ def read_and_distribute(
                 chunks.read(store, budget_nbytes, verify, on_bytes)
             except Exception as error:
                 failure = error
-        sent, failure = deliver(exchange, chunks.outgoing, chunks.incoming, failure)
+        sent, failure = deliver(exchange, chunks.outgoing(), chunks.incoming(), failure)
         traffic += sent
     if failure is not None:
         raise failure
@@ -70,26 +70,35 @@ class _Chunks:
 
     def __init__(self, wave: Wave, entries: Sequence[ArrayEntry], buffers: Sequence[Buffer]) -> None:
         self.wave, self.entries, self.buffers = wave, entries, buffers
-        self.incoming = {
-            rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.held.items()
-        }
-        self.outgoing = {
-            rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.foreign.items()
-        }
         self._found: dict[tuple[int, int], Array] = {}
+
+    # Made when asked for: messages that were kept here would tie a knot, and hold all memory until the collector runs.
+    def incoming(self) -> dict[int, Message]:
+        """Return the messages that come, by rank."""
+        wave = self.wave
+        return {rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.held.items()}
+
+    def outgoing(self) -> dict[int, Message]:
+        """Return the messages that leave, by rank."""
+        wave = self.wave
+        return {rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.foreign.items()}
 
     def read(self, store: Store, budget_nbytes: int, verify: str, on_bytes: Callable[[int], None] | None) -> None:
         """Read and check the chunks, and put the pieces that this rank wants."""
         rows = [*self.wave.here, *(row for foreign in self.wave.foreign.values() for row in foreign)]
-        wanted = dict.fromkeys((self.wave.rows[row].array, self.wave.rows[row].chunk) for row in rows)
-        work = [
-            Work(self.entries[array].layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), 0)
-            for array, chunk in wanted
-        ]
-        found: Any = run_all(work, budget_nbytes, on_bytes)
+        wanted = dict.fromkeys(map(self.wave.place_of, rows))
+        work = [self._work(store, verify, array, chunk) for array, chunk in wanted]
+        # A wave's chunks take up to a third of the budget; its messages come when they are read.
+        found: Any = run_all(work, 2 * budget_nbytes // 3, on_bytes)
         self._found = dict(zip(wanted, found, strict=True))
         for row in self.wave.here:
             self.wave.put(row, self.buffers, self._values(row))
+
+    def _work(self, store: Store, verify: str, array: int, chunk: int) -> Work:
+        layout = self.entries[array].layout
+        # The wave counts the chunk; what decoding it takes is more.
+        held = decoding_nbytes(layout) - layout.chunk_nbytes
+        return Work(layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), held)
 
     def _read(self, store: Store, verify: str, array: int, chunk: int) -> Array:
         entry = self.entries[array]
@@ -99,9 +108,9 @@ class _Chunks:
         return values
 
     def _values(self, row: int) -> Array:
-        piece = self.wave.rows[row]
-        box = self.wave.box_of(piece.array, piece.chunk)
-        values: Array = self._found[piece.array, piece.chunk][self.wave.in_chunk(row, box)]
+        place = self.wave.place_of(row)
+        box = self.wave.box_of(*place)
+        values: Array = self._found[place][self.wave.in_chunk(row, box)]
         return values
 
     def _pack(self, rows: Sequence[int], _: Array) -> Array:

@@ -159,7 +159,7 @@ def as_bytes(array: Array) -> memoryview:
 
 
 def is_raw(layout: Layout) -> bool:
-    """Tell whether a chunk file holds plain elements, so that it can be mapped and written directly."""
+    """Tell whether a chunk file holds plain elements, so that parts of it can be read, and it be written, directly."""
     return not layout.codecs
 
 

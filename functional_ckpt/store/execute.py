@@ -1,8 +1,8 @@
 """Run a plan against a store: `write_plan`, `digest_shared`, `read_plan`. Effects take a plan and return a receipt.
 
-A whole plain chunk is digested and written, or read and digested, straight from and to the caller's memory. A chunk
-with codecs, or of which this rank holds only a part, goes through TensorStore. Arrays of one chunk take no
-detour over the grid: a small tensor costs two file creations and little else.
+A whole plain chunk is digested and written, or read and digested, straight from and to the caller's memory; of one that
+is wanted in part only that part is read. A chunk with codecs, or of which this rank writes only a part, goes through
+TensorStore. Arrays of one chunk take no detour over the grid: a small tensor costs two file creations and little else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 import xxhash
 
+from functional_ckpt.errors import StorageError
 from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, subdivide
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry
@@ -28,7 +29,11 @@ from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
     SMALL_CHUNK_NBYTES,
     check_digest,
+    chunk_digest,
+    decoding_nbytes,
+    located,
     read_chunk,
+    update_chunk,
     write_chunk,
     write_header,
 )
@@ -43,6 +48,7 @@ from functional_ckpt.store.encoding import (
     numpy_dtype,
 )
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
+from functional_ckpt.store.part import blocks_of, ranges_of, read_part
 from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 
 __all__ = ["Receipt", "content_digest", "digest_shared", "read_plan", "write_plan"]
@@ -87,11 +93,14 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
 
     def digested(number: int, chunk: int) -> Digest:
         array = plan.arrays[number]
-        return number, chunk, digest(read_chunk(store, array.spec, array.layout, array.grid.index(chunk)))
+        return number, chunk, chunk_digest(store, array.spec, array.layout, array.grid.index(chunk))
 
     rows = zip(plan.digest_rows.array.tolist(), plan.digest_rows.chunk.tolist(), strict=True)
-    sizes = [array.layout.chunk_nbytes for array in plan.arrays]
-    work = [Work(sizes[number], partial(digested, number, chunk), sizes[number]) for number, chunk in rows]
+    layouts = [array.layout for array in plan.arrays]
+    work = [
+        Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
+        for number, chunk in rows
+    ]
     keys = tuple(array.spec.key for array in plan.arrays)
     return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes))), 0, Traffic())
 
@@ -134,7 +143,7 @@ class _Source:
         if nbytes < SMALL_NBYTES:
             return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
         # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
-        held, itemsize = self.array.layout.chunk_nbytes, self.array.spec.itemsize
+        held, itemsize = decoding_nbytes(self.array.layout), self.array.spec.itemsize
         first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
         return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
 
@@ -148,9 +157,7 @@ class _Source:
             if piece.whole:
                 found.append((self.number, piece.position, write_chunk(self.store, spec, layout, piece.box, values)))
             else:
-                from functional_ckpt.store.zarr import open_array, write_box
-
-                write_box(open_array(self.store, spec, layout), spec.key, piece.box, values, layout)
+                update_chunk(self.store, spec, layout, piece.box, values)
         return found
 
 
@@ -227,8 +234,7 @@ def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, v
     fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
     if nbytes < SMALL_NBYTES and is_raw(entry.layout):
         return [Work(nbytes, partial(fill, pieces), nbytes)]
-    # Read in place or from a map, unless a codec has to be undone or all of a chunk is to be digested.
-    held = entry.layout.chunk_nbytes
+    held = decoding_nbytes(entry.layout)
     return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]
 
 
@@ -238,27 +244,51 @@ def _read_pieces(
     view, node = buffer.view(target.box.shape, target.run), node_name(entry.spec.key)
     for piece in pieces:
         region = _region(target.box, piece.box)
-        into = view[region] if piece.whole and view is not None else None
-        if into is not None and _is_direct(into, entry.spec, entry.layout):
-            name = f"{node}/{chunk_name(piece.index)}"
-            check_digest(entry, piece.position, _read_direct(store, name, as_bytes(into), verify != "none"))
-        else:
-            buffer.put(target.box.shape, target.run, region, _read_piece(entry, piece, store, verify))
+        into = None if view is None else view[region]
+        name = f"{node}/{chunk_name(piece.index)}"
+        try:
+            if piece.whole and into is not None and _is_direct(into, entry.spec, entry.layout):
+                check_digest(entry, piece.position, _read_direct(store, name, as_bytes(into), verify != "none"))
+            elif piece.whole or verify == "full" or _is_read_whole(entry.layout):
+                buffer.put(target.box.shape, target.run, region, _read_checked(entry, piece, store, verify))
+            else:
+                _read_part(entry, piece, name, target, buffer, store, into)
+        except StorageError as error:
+            raise located(error, entry.spec, entry.layout, piece.index) from error.__cause__
 
 
-def _read_piece(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
-    """Return the cells of a piece; the whole chunk is read and checked if `verify` wants that or they are all of it."""
-    start = tuple(map(mul, piece.index, entry.layout.chunk))
-    region = region_of(start, piece.box.start, piece.box.stop)
-    # A small chunk costs no more to read than a piece of it.
-    small = is_raw(entry.layout) and entry.layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
-    all_of_it = verify == "full" or piece.whole or small
-    part = None if all_of_it else piece.box.relative_to(entry.grid.box(piece.index))
-    values = read_chunk(store, entry.spec, entry.layout, piece.index, part, small)
-    if all_of_it and verify != "none":
+def _is_read_whole(layout: Layout) -> bool:
+    """Tell whether a piece costs no less than the chunk: a small one, or one that can only be decoded whole."""
+    return not is_raw(layout) or layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
+
+
+def _read_checked(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
+    """Return the cells of a piece; its chunk is read whole, and checked unless `verify` is ``"none"``."""
+    values = read_chunk(store, entry.spec, entry.layout, piece.index)
+    if verify != "none":
         check_digest(entry, piece.position, digest(values))
-    cells: Array = values[region]
+    start = tuple(map(mul, piece.index, entry.layout.chunk))
+    cells: Array = values[region_of(start, piece.box.start, piece.box.stop)]
     return cells
+
+
+def _read_part(
+    entry: ArrayEntry, piece: _Piece, name: str, target: Fragment, buffer: Buffer, store: Store, into: Array | None
+) -> None:
+    """Read a piece of a plain chunk, no more: straight to where it belongs if it lies there as in the file."""
+    chunk, itemsize, dtype = entry.layout.chunk, entry.spec.itemsize, numpy_dtype(entry.spec.dtype)
+    origin = entry.grid.box(piece.index)
+    box = piece.box.relative_to(origin)
+    ranges = ranges_of(chunk, box, itemsize)
+    as_stored = into is not None and into.flags.c_contiguous and into.dtype == dtype
+    if into is not None and as_stored and ranges.total_nbytes == into.nbytes:
+        store.read_ranges(name, ranges.starts, ranges.nbytes, as_bytes(into))
+        return
+    shift = [o - t for o, t in zip(origin.start, target.box.start, strict=True)]
+    for block in blocks_of(box, ranges, itemsize):
+        values = read_part(store, name, ranges_of(chunk, block, itemsize), block.shape, dtype)
+        region = tuple(slice(a + s, b + s) for a, b, s in zip(block.start, block.stop, shift, strict=True))
+        buffer.put(target.box.shape, target.run, region, values)
 
 
 def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:

@@ -4,11 +4,9 @@ Measured (docs/adr): whole plain chunks gain nothing from TensorStore's zarr3 dr
 its open of each array, and a parallel read straight into the caller's memory is its fastest path beaten by two.
 """
 
-import ctypes
-import mmap
 import os
 import stat
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from errno import EINVAL
@@ -18,22 +16,57 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.store.base import BLOCK_NBYTES, Capabilities, OnBlock, storage_error, storage_errors
+from functional_ckpt.store.base import (
+    BLOCK_NBYTES,
+    METADATA_NBYTES,
+    Capabilities,
+    OnBlock,
+    check_limit,
+    storage_error,
+    storage_errors,
+)
+from functional_ckpt.store.directories import sync_directory, sync_file_system
 
-__all__ = ["NEW", "FileStore", "exchange_paths", "sync_directory"]
+__all__ = ["NEW", "FileStore"]
 
 #: Suffix of a file that has not got its name yet.
 NEW = ".new"
 
+_READ = os.O_RDONLY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_RENAME_SWAP = 2
+
+
+# Times of files come from a clock that ticks every few milliseconds.
+_SETTLED_NS = 2 * 10**9
+
+
+class _Directory:
+    """A directory that is kept open until `close`, or for as long as anybody refers to it."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.file = path, -1
+        with storage_errors("opening", path):
+            self.file = os.open(path, _READ | os.O_DIRECTORY)
+
+    def close(self) -> None:
+        """Close it; what is read after that fails."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens what is there then; the reader finds out whether it is the same.
+        return _Directory, (self.path,)
 
 
 @attrs.frozen
 class FileStore:
     """Objects as files below `root`; `sync` is ``"none"``, ``"fsync"`` (each file) or ``"syncfs"`` (at `flush`).
+
+    Nothing is written any more once the file `guard` is gone.
 
     Examples
     --------
@@ -43,8 +76,11 @@ class FileStore:
 
     root: Path
     sync: str = "none"
+    guard: Path | None = None
+    _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
-    _directories: dict[str, None] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    # The directories written to; True while they hold names that are not durable.
+    _directories: dict[str, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     @_prefix.default
     def _root_as_text(self) -> str:
@@ -62,58 +98,83 @@ class FileStore:
 
     def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
         """Write a new file; an existing one is never opened, since a hard link may share it."""
+        self._create(name, parts, nbytes, each, self.sync == "fsync")
+
+    def _create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None, synced: bool) -> None:
+        self.check_guard()
         try:
-            self._create(name, parts, nbytes, each)
+            directory = name.rpartition("/")[0]
+            if directory not in self._directories:
+                self._make(directory)
+            self._directories[directory] = True
+            file = os.open(self._prefix + name, _CREATE, 0o666)
+            try:
+                _fill(file, parts, nbytes, each)
+                if synced:
+                    os.fsync(file)
+            except BaseException:
+                with suppress(OSError):  # it must not hide what failed
+                    os.close(file)
+                raise
+            os.close(file)
         except FileExistsError:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
         except OSError as error:
             raise storage_error("writing", name, error) from error
 
-    def _create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None) -> None:
-        directory = name.rpartition("/")[0]
-        if directory not in self._directories:
-            self._make(directory)
-        file = os.open(self._prefix + name, _CREATE, 0o666)
-        try:
-            written = 0
-            for part in parts:
-                written += _write_all(file, part, each)
-            if written < nbytes:
-                os.ftruncate(file, nbytes)
-            if self.sync == "fsync":
-                os.fsync(file)
-        finally:
-            os.close(file)
-
     def _make(self, directory: str) -> None:
-        path = self._prefix + directory
         # Never the root itself: a late writer must not bring back an abandoned save.
-        with suppress(FileExistsError):
-            os.mkdir(path)
-        self._directories[directory] = None
+        if directory:
+            with suppress(FileExistsError):
+                os.mkdir(self._prefix + directory)
+            self._directories[""] = True
+
+    def check_guard(self) -> None:
+        """Raise `StorageError` if the save that writes here was given up; a rank that was late finds it out so."""
+        if self.guard is None:
+            return
+        with storage_errors("looking at the claim", str(self.guard)):
+            try:
+                os.lstat(self.guard)
+            except FileNotFoundError:
+                raise StorageError(
+                    "the save was given up or swept while this rank was writing", path=self.url,
+                    expected=f"the claim {self.guard.name}", found="none", remedy="Save again under a new path",
+                ) from None  # fmt: skip
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a file under another name, then link it to its own: one step, refused where there is one."""
         new = name + NEW
-        self.create(new, [memoryview(data)], len(data))
+        # Synced here: a power cut must not leave the name without the content.
+        self._create(new, [memoryview(data)], len(data), None, self.sync != "none")
         with storage_errors("publishing", name):
             try:
                 os.link(self._prefix + new, self._prefix + name)
-            except FileExistsError:
-                raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
-            finally:
-                with suppress(OSError):  # its other name stands, or it is for `sweep`
-                    os.unlink(self._prefix + new)
+            except OSError as error:
+                if not self._is_linked(new, name):
+                    if not isinstance(error, FileExistsError):
+                        raise
+                    raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
+            with suppress(OSError):  # its other name stands, or it is for `sweep`
+                os.unlink(self._prefix + new)
 
-    def read(self, name: str) -> bytes | None:
+    def _is_linked(self, new: str, name: str) -> bool:
+        """Tell whether a link was made although the system reported an error, as network file systems do."""
+        try:
+            return os.path.samefile(self._prefix + new, self._prefix + name)
+        except OSError:
+            return False
+
+    def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return a file's bytes, or None."""
         with storage_errors("reading", name):
             try:
-                file = _open_plain(self._prefix + name)
+                file = self._open_plain(name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             try:
                 size = os.fstat(file).st_size
+                check_limit(self._prefix + name, size, limit)
                 found = os.read(file, size + 1)  # for a small file that is all
                 if len(found) == size:
                     return found
@@ -126,53 +187,105 @@ class FileStore:
         """Return a file's size, or None."""
         with storage_errors("looking at", name):
             try:
-                found = os.stat(self._prefix + name)
+                found = self._stat(name)
                 _require_plain(found.st_mode)
                 return found.st_size
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def map(self, name: str, ranges: Sequence[tuple[int, int]] = ()) -> memoryview:
-        """Map a file: only the pages that are touched are read."""
-        with storage_errors("reading", name), open(self._prefix + name, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(b"")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if ranges and not _is_cached(file.fileno(), ranges):
-                _advise(mapped, ranges)
-        return memoryview(mapped)
-
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read a file's head straight into the caller's memory."""
         with storage_errors("reading", name):
-            file = os.open(self._prefix + name, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._open(name)
             try:
-                done = 0
-                while done < len(into):
-                    block = into[done : done + BLOCK_NBYTES]
-                    count = os.preadv(file, [block], done)
-                    if count == 0:
-                        raise CorruptionError("a file is too short", path=name, expected=len(into), found=done)
-                    if each is not None:
-                        each(block[:count])
-                    done += count
+                _read_fully(file, name, 0, into, each)
+            finally:
+                os.close(file)
+
+    def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
+        """Read ranges of a file, and no other pages of it, straight into the caller's memory."""
+        with storage_errors("reading", name):
+            file = self._open(name)
+            try:
+                if not _is_cached(file, (starts[0], starts[-1] + nbytes - 1)):
+                    _advise(file, starts, nbytes)
+                for position, start in enumerate(starts):
+                    _read_fully(file, name, start, into[position * nbytes : (position + 1) * nbytes])
+            finally:
+                os.close(file)
+
+    def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
+        """Read a file's head block by block, in the memory of one."""
+        block = memoryview(bytearray(min(nbytes, BLOCK_NBYTES)))
+        with storage_errors("reading", name):
+            file = self._open(name)
+            try:
+                for start in range(0, nbytes, BLOCK_NBYTES):
+                    part = block[: nbytes - start]
+                    _read_fully(file, name, start, part)
+                    each(part)
             finally:
                 os.close(file)
 
     def names(self) -> Iterator[str]:
         """Yield the names of all files below the root."""
-        for directory, _, files in os.walk(self.root):
-            below = os.path.relpath(directory, self.root)
-            yield from (name if below == "." else f"{below}/{name}" for name in files)
+        with storage_errors("listing", self.url):
+            for directory, _, files in os.walk(self.root, onerror=_raise_unless_gone):
+                below = os.path.relpath(directory, self.root)
+                yield from (name if below == "." else f"{below}/{name}" for name in files)
 
-    def identity(self) -> object:
-        """Return device and inode of the root directory, or None if there is none."""
+    def pinned(self) -> "FileStore":
+        """Return this store tied to the directory that is there now, which is kept open for reading."""
+        try:
+            return attrs.evolve(self, at=_Directory(self._prefix))
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                return self
+            raise
+
+    def unpin(self) -> None:
+        """Close the directory."""
+        if self._at is not None:
+            self._at.close()
+
+    def is_current(self) -> bool:
+        """Tell whether the path still leads to the directory that is kept open."""
+        if self._at is None:
+            return True
         with storage_errors("looking at", self.url):
             try:
-                found = os.stat(self.root)
+                # While it is open no other directory gets its number.
+                return os.path.samestat(os.stat(self.root), os.fstat(self._at.file))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def stamp(self, name: str) -> object:
+        """Return number, size and time of a file; one so young that another might get the same time equals none."""
+        with storage_errors("looking at", name):
+            try:
+                found = self._stat(name)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return found.st_dev, found.st_ino
+        young = time.time_ns() - found.st_mtime_ns < _SETTLED_NS
+        return object() if young else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def _open(self, name: str, flags: int = _READ) -> int:
+        if self._at is None:
+            return os.open(self._prefix + name, flags)
+        return os.open(name, flags, dir_fd=self._at.file)
+
+    def _open_plain(self, name: str) -> int:
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        file = self._open(name, _READ | os.O_NONBLOCK)
+        try:
+            _require_plain(os.fstat(file).st_mode)
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def _stat(self, name: str) -> os.stat_result:
+        return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete files, and directories that they leave empty."""
@@ -191,18 +304,40 @@ class FileStore:
             return
         with storage_errors("syncing", self.url):
             if self.sync == "syncfs":
-                _sync_file_system(self.root)
+                sync_file_system(self.root)
                 return
-            for directory in (*self._directories, ""):
-                sync_directory(self.root / directory)
+            # The root last; what was made durable before is not synced again.
+            for directory in sorted((d for d, is_new in self._directories.items() if is_new), reverse=True):
+                sync_directory(self._prefix + directory)
+                self._directories[directory] = False
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's file driver at `prefix`."""
         return {"driver": "file", "path": f"{self.root}/{prefix}"}
 
 
-def _is_cached(file: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Tell whether both ends of what is wanted lie in the page cache: asking for the rest then only costs.
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _read_fully(file: int, name: str, start: int, into: memoryview, each: OnBlock | None = None) -> None:
+    """Read from byte `start` of a file until `into` is full; `each` sees blocks while they are in the cache."""
+    done = 0
+    while done < len(into):
+        block = into[done:] if each is None else into[done : done + BLOCK_NBYTES]
+        count = os.preadv(file, [block], start + done)
+        if count == 0:
+            raise CorruptionError(
+                "a file is too short", path=name, expected=f"{start + len(into)} bytes", found=f"{start + done} bytes"
+            )
+        if each is not None:
+            each(block[:count])
+        done += count
+
+
+def _is_cached(file: int, ends: Sequence[int]) -> bool:
+    """Tell whether the bytes at `ends` lie in the page cache: asking for what is between them then only costs.
 
     Measured: 0.6 us a range, which on cached chunks doubles the time of a column half.
     """
@@ -210,22 +345,23 @@ def _is_cached(file: int, ranges: Sequence[tuple[int, int]]) -> bool:
         return False
     byte = bytearray(1)
     try:
-        return all(os.preadv(file, [byte], at, os.RWF_NOWAIT) == 1 for at in (ranges[0][0], ranges[-1][1] - 1))
+        return all(os.preadv(file, [byte], at, os.RWF_NOWAIT) == 1 for at in ends)
     except BlockingIOError:
         return False
-    except OSError:  # a file system that cannot tell, such as one in memory
+    except OSError:  # a file system that cannot tell, such as one in memory, or a bad block, which the reading meets
         return True
 
 
-def _open_plain(path: str) -> int:
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _require_plain(os.fstat(file).st_mode)
-    except OSError:
-        os.close(file)
-        raise
-    return file
+def _advise(file: int, starts: Sequence[int], nbytes: int) -> None:
+    """Ask for the pages of ranges at once, and for no others: read-ahead would fetch what lies between.
+
+    Measured on a cold disk: a column half of row chunks fetches 2.0 times its bytes without this, 1.0 with it.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+    for start in starts:
+        os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _require_plain(mode: int) -> None:
@@ -233,17 +369,12 @@ def _require_plain(mode: int) -> None:
         raise OSError(EINVAL, "not a regular file")
 
 
-def _advise(mapped: mmap.mmap, ranges: Sequence[tuple[int, int]]) -> None:
-    """Ask for the pages of `ranges` at once, and for no others: read-ahead would fetch what lies between.
-
-    Measured on a cold disk: a column half of row chunks fetches 2.0 times its bytes without this, 1.0 with it.
-    """
-    if not hasattr(mmap, "MADV_RANDOM"):
-        return
-    mapped.madvise(mmap.MADV_RANDOM)
-    for start, stop in ranges:
-        page = start - start % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_WILLNEED, page, stop - page)
+def _fill(file: int, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None) -> None:
+    written = 0
+    for part in parts:
+        written += _write_all(file, part, each)
+    if written < nbytes:
+        os.ftruncate(file, nbytes)
 
 
 def _write_all(file: int, part: memoryview, each: OnBlock | None) -> int:
@@ -257,49 +388,3 @@ def _write_all(file: int, part: memoryview, each: OnBlock | None) -> int:
             written += os.write(file, block[written:])
         done += written
     return done
-
-
-def sync_directory(path: str | Path) -> None:
-    """Make the names in a directory durable."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _sync_file_system(path: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "syncfs"):
-        os.sync()
-        return
-    file = os.open(path, os.O_RDONLY)
-    try:
-        if libc.syncfs(file) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    finally:
-        os.close(file)
-
-
-def exchange_paths(one: Path, other: Path) -> None:
-    """Swap two directories in one atomic step.
-
-    Raises
-    ------
-    StorageError
-        If the system or the file system cannot do it.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    a, b = os.fsencode(one), os.fsencode(other)
-    if sys.platform == "darwin":
-        failed = libc.renamex_np(a, b, _RENAME_SWAP)
-    elif hasattr(libc, "renameat2"):
-        failed = libc.renameat2(_AT_FDCWD, a, _AT_FDCWD, b, _RENAME_EXCHANGE)
-    else:
-        raise StorageError("this system cannot exchange two directories", path=str(one), remedy="Save under a new path")
-    if failed:
-        code = ctypes.get_errno()
-        raise StorageError(
-            "the file system cannot exchange two directories", path=str(one), found=os.strerror(code),
-            remedy="Save under a new path, and delete the old checkpoint afterwards",
-        )  # fmt: skip

@@ -1,57 +1,102 @@
 """From a path or URL to a `Store`."""
 
-from pathlib import Path
+import os
+import re
+from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
-from functional_ckpt.errors import NotImplementedYet
+from functional_ckpt.errors import NotImplementedYet, PolicyError
+from functional_ckpt.plan.field import refuse
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.files import FileStore
 
 __all__ = ["local_path", "open_store"]
 
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)  # of one letter, it is a drive
+_BROKEN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)(.+)", re.DOTALL)
 
-def open_store(url: str | Path, sync: str = "none") -> Store:
+
+def open_store(url: str | os.PathLike[str], sync: str = "none", guard: Path | None = None) -> Store:
     """Return the store at a path, ``file://`` or ``memory://`` URL; nothing is created.
 
-    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (file systems only).
+    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"``; nothing is written once the file `guard` is gone (both for file
+    systems only).
 
     Raises
     ------
     NotImplementedYet
         For a URL scheme without a store.
+    PolicyError
+        For what is neither a path nor a URL.
 
     Examples
     --------
     >>> open_store("memory://example").capabilities.rename
     False
     """
-    text = str(url)
-    with storage_errors("understanding a path", text):
-        scheme = urlsplit(text).scheme if "://" in text else "file"
+    scheme, rest = _split(url)
     if scheme == "memory":
         # TensorStore takes a third of a second to import, which files of plain chunks never need.
         from functional_ckpt.store.zarr import MemoryStore
 
-        return MemoryStore(text.removeprefix("memory://").strip("/"))
+        return MemoryStore(rest.strip("/"))
     if scheme != "file":
         raise NotImplementedYet(
-            "no store for this kind of URL yet", found=text, expected="a path, file:// or memory://"
+            "this version has no store for such URLs",
+            found=f"{scheme}://{rest}",
+            expected="a path, file:// or memory://",
         )
-    return FileStore(local_path(url), sync)
+    return FileStore(local_path(url), sync, guard)
 
 
-def local_path(url: str | Path) -> Path:
+def local_path(url: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a plain path or ``file://`` URL, without ``..``.
+
+    Raises
+    ------
+    PolicyError
+        For what is neither.
 
     Examples
     --------
     >>> local_path("file:///tmp/a%20b").name
     'a b'
     """
-    text = str(url)
-    with storage_errors("understanding a path", text):
-        found = Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser().absolute()
+    scheme, rest = _split(url)
+    if scheme != "file":
+        raise refuse("this function", "path", "a path or file:// URL", url)
+    with storage_errors("understanding a path", rest):
+        found = Path(rest).expanduser().absolute()
         if ".." not in found.parts:
             return found
         # TensorStore refuses them. Links below count, those of the last name do not: it may be replaced.
         return found.resolve() if found.name == ".." else found.parent.resolve() / found.name
+
+
+def _split(url: object) -> tuple[str, str]:
+    """Return the scheme and what follows it; a plain path, and that of a ``file://`` URL, has the scheme ``file``."""
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
+    if not isinstance(text, str) or not text:
+        raise refuse("functional_ckpt", "path", "a path or URL", text)
+    broken = _BROKEN_URL.fullmatch(text)
+    if broken:
+        what = "pathlib drops a slash of a URL" if isinstance(url, PurePath) else "a URL has two slashes"
+        remedy = f"Pass text: '{broken[1]}:{'///' if broken[1] == 'file' else '//'}{broken[2]}'"
+        raise PolicyError(what, expected="a path or URL", found=text, remedy=remedy)
+    match = _URL.fullmatch(text)
+    if match is None:
+        return "file", text
+    scheme = match[1].lower()
+    return scheme, _file_path(text) if scheme == "file" else match[2]
+
+
+def _file_path(text: str) -> str:
+    with storage_errors("understanding a path", text):
+        parts = urlsplit(text)
+    if parts.netloc not in ("", "localhost"):
+        raise PolicyError("a file URL names no other host", expected="three slashes", found=text,
+                          remedy=f"Pass 'file:///{parts.netloc}{parts.path}' for an absolute path")  # fmt: skip
+    if "?" in text or "#" in text:
+        raise PolicyError("a file URL has no query and no fragment", found=text,
+                          remedy="Write %3F for ? and %23 for #")  # fmt: skip
+    return unquote(parts.path)

@@ -1,26 +1,31 @@
 """Open and check committed checkpoints: `read_manifest` and `verify`."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from functional_ckpt.errors import (
     CheckpointError,
+    CheckpointErrors,
     CorruptionError,
     NotACheckpointError,
     ProblemError,
+    ReplacedError,
+    StorageError,
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
-from functional_ckpt.store.encoding import array_metadata, digest, node_name
+from functional_ckpt.store.encoding import array_metadata, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
-__all__ = ["VerifyReport", "check_identity", "read_committed", "read_manifest", "verify"]
+__all__ = ["Opened", "VerifyReport", "read_manifest", "verify"]
 
 _BUDGET_NBYTES = 2**30
 
@@ -42,24 +47,107 @@ def read_manifest(path: str | Path) -> Manifest:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://nothing, ...
     """
-    return read_committed(open_store(path))[0]
+    return Opened.at(path).manifest
 
 
-def read_committed(store: Store) -> tuple[Manifest, str]:
-    """Return the manifest of a store, and its digest as the root records it; see `read_manifest`."""
-    expected = _committed_digest(store)
-    data = store.read(MANIFEST)
-    if data is None or manifest_digest(data) != expected:
-        raise CorruptionError(
-            "the manifest is missing" if data is None else "the manifest is not the one that was committed",
-            path=f"{store.url}/{MANIFEST}", expected=expected, found=None if data is None else manifest_digest(data),
-            remedy="Restore the file, or load another checkpoint",
-        )  # fmt: skip
-    return Manifest.from_json(data), expected
+@attrs.frozen(eq=False)
+class Opened:
+    """A committed checkpoint while it is read: never another that takes its place.
+
+    `digest` is that of the manifest, as the root records it.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> _ = functional_ckpt.save({"step": 3}, "memory://opened-example")
+    >>> opened = Opened.at("memory://opened-example")
+    >>> opened.check(), opened.manifest.values[0].text
+    (None, '3')
+    """
+
+    store: Store
+    manifest: Manifest
+    digest: str
+    _root: str
+    _stamp: object
+
+    @classmethod
+    def at(cls, path: str | Path, attempts: int = 10) -> "Opened":
+        """Open the checkpoint at `path`; if another takes its place meanwhile, that one.
+
+        Raises
+        ------
+        NotACheckpointError, CorruptionError
+            See `read_manifest`.
+        """
+        store = open_store(path).pinned()
+        try:
+            return cls._of(store)
+        except StorageError:
+            if store.is_current() or attempts == 1:
+                raise
+        return cls.at(path, attempts - 1)
+
+    @classmethod
+    def _of(cls, store: Store) -> "Opened":
+        stamp = store.stamp(ROOT)
+        root = store.read(ROOT)
+        expected = _committed_digest(store, root)
+        data = store.read(MANIFEST)
+        found = None if data is None else manifest_digest(data)
+        if data is None or found != expected:
+            raise CorruptionError(
+                "the manifest is missing" if data is None else "the manifest is not the one that was committed",
+                path=f"{store.url}/{MANIFEST}", expected=expected, found=found,
+                remedy="Restore the file, or load another checkpoint",
+            )  # fmt: skip
+        return cls(store, Manifest.from_json(data), expected, manifest_digest(root or b""), stamp)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Say of what goes wrong with the storage, if it is so, that the checkpoint was replaced meanwhile.
+
+        Raises
+        ------
+        ReplacedError
+            Instead of the errors of storage that this leads to, such as files that are lost.
+        """
+        try:
+            yield
+        except (StorageError, CheckpointErrors) as error:
+            inner = error.exceptions if isinstance(error, CheckpointErrors) else (error,)
+            if any(isinstance(problem, StorageError) for problem in inner) and not self.stands():
+                raise self._replaced() from error
+            raise
+
+    def check(self) -> None:
+        """Raise `ReplacedError` unless the root is still the one that was opened: then so were all files read."""
+        if not self._is_same_root():
+            raise self._replaced()
+
+    def stands(self) -> bool:
+        """Tell whether the checkpoint is still there, as far as can be told."""
+        try:
+            return self.store.is_current() and self._is_same_root()
+        except StorageError:
+            return True  # nothing is known; what has gone wrong is told
+
+    def close(self) -> None:
+        """Let go of the directory that is kept open, where waiting until nobody refers to it may take long."""
+        self.store.unpin()
+
+    def _is_same_root(self) -> bool:
+        if self._stamp == self.store.stamp(ROOT):
+            return True
+        root = self.store.read(ROOT)
+        return root is not None and manifest_digest(root) == self._root
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError("the checkpoint was replaced or removed while it was read", path=self.store.url,
+                             remedy="If it was overwritten, load it again")  # fmt: skip
 
 
-def _committed_digest(store: Store) -> str:
-    root = store.read(ROOT)
+def _committed_digest(store: Store, root: bytes | None) -> str:
     if root is None:
         begun = next(iter(store.names()), None) is not None
         raise NotACheckpointError(
@@ -68,7 +156,7 @@ def _committed_digest(store: Store) -> str:
             remedy="Load another checkpoint; functional_ckpt.sweep removes leftovers" if begun else "Check the path",
         )  # fmt: skip
     try:
-        ours = json.loads(root)["attributes"]["functional_ckpt"]
+        ours = json.loads(root, object_hook=_without_arrays)["attributes"]["functional_ckpt"]
         if ours["format"] != FORMAT:
             raise KeyError("format")
         check_version(ours["version"])
@@ -79,10 +167,9 @@ def _committed_digest(store: Store) -> str:
         ) from None
 
 
-def check_identity(store: Store, identity: object) -> None:
-    """Raise `CorruptionError` if another checkpoint has taken this one's place since `identity` was asked for."""
-    if store.identity() != identity:
-        raise CorruptionError("the checkpoint was replaced while it was read", path=store.url, remedy="Load it again")
+def _without_arrays(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Drop what consolidated metadata repeats of every array as soon as it is parsed: a dozen values each."""
+    return None if record.get("node_type") == "array" else record
 
 
 @attrs.frozen
@@ -114,13 +201,17 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     ------
     NotACheckpointError, CorruptionError
         If there is no checkpoint, or its manifest cannot be trusted.
+    ReplacedError
+        If it was replaced meanwhile.
     """
-    store = open_store(path)
-    manifest = read_manifest(path)
+    opened = Opened.at(path)
+    store, manifest = opened.store, opened.manifest
     work = [Work(0, lambda: _root_problem(store, manifest), 0)]
     work += [w for entry in manifest.arrays for w in _checks(store, entry)]
     found = run_all(work, _BUDGET_NBYTES, on_bytes)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
+    if problems and not opened.stands():
+        opened.check()
     return VerifyReport(problems, sum(e.grid.size for e in manifest.arrays), manifest.nbytes)
 
 
@@ -144,11 +235,12 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
     grid = entry.grid
 
     def header() -> ProblemError | None:
+        expected = array_metadata(entry.spec, entry.layout)
         try:
-            data = store.read(f"{node_name(entry.spec.key)}/zarr.json")
+            data = store.read(f"{node_name(entry.spec.key)}/zarr.json", len(expected))
         except ProblemError as error:
             return attrs.evolve(error, key=entry.spec.key)
-        if data == array_metadata(entry.spec, entry.layout):
+        if data == expected:
             return None
         what = "an array's zarr.json is missing" if data is None else "an array's zarr.json was changed"
         return CorruptionError(what, entry.spec.key, None, entry.spec.shape)
@@ -159,17 +251,18 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
             if problem is not None:
                 return problem
             try:
-                check_digest(entry, grid.position(index), digest(read_chunk(store, entry.spec, entry.layout, index)))
+                check_digest(entry, grid.position(index), chunk_digest(store, entry.spec, entry.layout, index))
             except ProblemError as error:
                 return error
             return None
 
         return check
 
+    held = decoding_nbytes(entry.layout)
     return [
         Work(0, header, 0),
         *(
-            Work(grid.box(index).size * entry.spec.itemsize, chunk(index), grid.box(index).size * entry.spec.itemsize)
+            Work(grid.box(index).size * entry.spec.itemsize, chunk(index), held)
             for index in grid.touched(entry.spec.box)
         ),
     ]

@@ -1,20 +1,24 @@
 """`sweep`: remove what dead saves have left behind, and nothing that a live one claims or a commit published."""
 
+import os
 import re
-import shutil
 import stat
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from functional_ckpt.errors import StorageError
+from functional_ckpt.errors import CheckpointWarning, StorageError
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.claim import claimed_nodes, is_live, is_live_in_memory
+from functional_ckpt.store.claim import Claim, claimed_nodes, is_live_in_memory, state_of
+from functional_ckpt.store.directories import remove_tree
 from functional_ckpt.store.files import NEW
 from functional_ckpt.store.opening import local_path, open_store
 
-__all__ = ["is_claim_name", "is_node_file", "leftover_names", "sweep"]
+__all__ = ["dead_claims", "is_claim_name", "is_node_file", "leftover_names", "sweep"]
 
 _SAVING = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(saving|claim|claim\.new)")
-_IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim(\.new)?")
+_IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim(\.new|\.abandoned)?")
 # How our canonical JSON begins: other people have files of these names too.
 _BEGINNINGS = {"manifest.json": b'{"aliases":[', "provenance.json": b'{"finished":'}
 _HEADER = b'{"attributes":{"functional_ckpt":'
@@ -41,34 +45,80 @@ def sweep(path: str | Path) -> tuple[str, ...]:
         return () if is_live_in_memory(store.url) else _sweep_in_place(store)
     root = local_path(path)
     with storage_errors("sweeping", str(root)):
-        return tuple(sorted(_sweep_directory(root)))
+        removed, doubtful = _sweep_directory(root)
+    for claim in dict.fromkeys(doubtful):
+        warnings.warn(
+            f"left what {claim} stands for: it was made on another machine, whose locks may not be seen from here. "
+            "Sweep there; or, if that save is dead, delete this file and sweep again", CheckpointWarning, stacklevel=2,
+        )  # fmt: skip
+    return tuple(sorted(removed))
 
 
-def _sweep_directory(root: Path) -> list[str]:
+def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
+    """Return what was removed, and the claims that only another machine can judge."""
     removed: list[str] = []
-    for item in sorted(root.iterdir()) if root.is_dir() else ():
-        match = _SAVING.fullmatch(item.name)
-        if match is None or not _may_be_ours(item) or is_live(root / f".{match['name']}.{match['id']}.claim"):
+    doubtful: list[Path] = []
+    for name in _listed(root):
+        match = _SAVING.fullmatch(name)
+        if match is None or not _may_be_ours(root / name):
             continue
-        if item.name.endswith(".new") and is_live(item):  # a claim that is just being made
-            continue
-        shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
-        removed.append(str(item))
-    claims = [item for item in root.glob(".*.claim*") if is_claim_name(item.name) and _may_be_ours(item)]
-    begun = bool(claims) or (root / f"zarr.json{NEW}").is_file()
-    if begun and not any(is_live(claim) for claim in claims):
-        removed += _sweep_in_place(open_store(root))
-    return removed
+        claim = root / f".{match['name']}.{match['id']}.claim"
+        # Beside its own claim, a file that is just becoming one.
+        states = {state_of(claim), state_of(root / name) if name.endswith(NEW) else "dead"}
+        if states == {"dead"}:
+            (remove_tree if name.endswith(".saving") else _remove_file)(root / name)
+            removed.append(str(root / name))
+        elif "foreign" in states:
+            doubtful.append(claim)
+    with dead_claims(root) as (dead, live):
+        if not live and (dead or f"zarr.json{NEW}" in _listed(root)):
+            removed += _sweep_in_place(open_store(root), dead)
+    return removed, doubtful + [root / name for name in live if state_of(root / name) == "foreign"]
+
+
+def _listed(root: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+@contextmanager
+def dead_claims(root: Path, but: str | None = None) -> Iterator[tuple[list[str], list[str]]]:
+    """Hold the claims of dead saves in a directory, so that nobody else cleans up after them; also name the live ones.
+
+    One that is just being made counts as neither: who makes it will find ours.
+    """
+    dead: list[str] = []
+    live: list[str] = []
+    with ExitStack() as held:
+        for name in _listed(root):
+            if not is_claim_name(name) or name == but or not _may_be_ours(root / name):
+                continue
+            claim = Claim.adopt(root / name)
+            if claim is not None:
+                held.callback(claim.drop)
+                dead.append(name)
+            elif not name.endswith(NEW) and (root / name).exists():
+                live.append(name)
+        yield dead, live
 
 
 def _may_be_ours(item: Path) -> bool:
     """Tell whether this is a plain file, or a directory where a save makes one: never a link or a pipe."""
-    mode = item.lstat().st_mode
+    try:
+        mode = item.lstat().st_mode
+    except FileNotFoundError:
+        return False
     return stat.S_ISDIR(mode) if item.name.endswith(".saving") else stat.S_ISREG(mode)
 
 
-def _sweep_in_place(store: Store) -> tuple[str, ...]:
-    names = leftover_names(store)
+def _remove_file(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _sweep_in_place(store: Store, dead: Collection[str] = ()) -> tuple[str, ...]:
+    names = leftover_names(store, dead)
     store.delete(names)
     return tuple(f"{store.url}/{name}" for name in names)
 
@@ -112,36 +162,43 @@ def _is_unnamed_root(store: Store, name: str) -> bool:
     return name == f"zarr.json{NEW}" and _begins(_content(store, name), b'{"')
 
 
-def leftover_names(store: Store, but: str | None = None) -> list[str]:
-    """Return the objects that a save in marker mode wrote, if no root was ever published there; else none.
+def leftover_names(store: Store, dead: Collection[str]) -> list[str]:
+    """Return the objects that saves in marker mode wrote, if no root was ever published there; else none.
 
-    Nothing is a leftover unless a claim (other than `but`), or a root that never got its name, says that a save began
-    here. Ours are then manifest and provenance, and nodes of which every object has the name of a chunk or of array
-    metadata: those that a claim names, or, where no claim names any, those with metadata of ours. Claims come last, so
+    Nothing is a leftover unless a claim in `dead`, or a root that never got its name, says that a save began here. Ours
+    are then manifest and provenance, and nodes of which every object has the name of a chunk or of array metadata:
+    those that a claim names, or, where all claims are lost or torn, those with metadata of ours. Claims come last, so
     that what a killed deletion leaves can still be told.
     """
     names = sorted(store.names())
-    claims = {name: _content(store, name) for name in names if is_claim_name(name) and name != but}
-    claims = {name: data for name, data in claims.items() if data != _UNREADABLE}
-    signs = [*(name for name in names if _is_unnamed_root(store, name)), *claims]
+    named = [claimed_nodes(_content(store, n)) for n in names if n in dead and not n.endswith(NEW)]
+    unnamed_roots = [name for name in names if _is_unnamed_root(store, name)]
+    signs = [*unnamed_roots, *(name for name in names if name in dead)]
     memory = store.url.startswith("memory://")  # nobody else writes there, and no claim is needed
-    if "zarr.json" in names or not (signs or memory):
+    # A save whose claim names no nodes was killed before it could write.
+    begun = memory or bool(unnamed_roots) or any(nodes != [] for nodes in named)
+    if "zarr.json" in names or not begun:
         return signs
-    torn_too = memory or bool(claims)
+    torn_too = memory or bool(named)
     found = [name for name in names if name in _BEGINNINGS and _is_ours(store, name, _BEGINNINGS[name], torn_too)]
-    claimed = {node for data in claims.values() for node in claimed_nodes(data)}
+    claimed = {node for nodes in named for node in nodes or ()}
+    known = None if memory or None in named or not named else claimed
+    for node, leaves in _nodes(names).items():
+        if (known is None or node in known) and all(map(is_node_file, leaves)):
+            header = f"{node}/zarr.json"
+            if _is_ours(store, header, _HEADER, memory or node in claimed):
+                found += [f"{node}/{leaf}" for leaf in leaves]
+    return found + signs
+
+
+def _nodes(names: Collection[str]) -> dict[str, list[str]]:
+    """Return the objects one level below the root, by their directory."""
     nodes: dict[str, list[str]] = {}
     for name in names:
         node, _, leaf = name.rpartition("/")
         if node and "/" not in node:
             nodes.setdefault(node, []).append(leaf)
-    for node, leaves in nodes.items():
-        known = node in claimed if claimed else True
-        if known and all(map(is_node_file, leaves)):
-            header = f"{node}/zarr.json"
-            if _is_ours(store, header, _HEADER, memory or node in claimed):
-                found += [f"{node}/{leaf}" for leaf in leaves]
-    return found + signs
+    return nodes
 
 
 def _is_ours(store: Store, name: str, beginning: bytes, torn_too: bool) -> bool:

@@ -26,21 +26,6 @@ def waves_of(pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> Iterator
         yield Wave.of(rows.take(order[low:high]), arrays, rank)
 
 
-@attrs.frozen
-class _Row:
-    """A piece: part of a chunk of an array, and of the fragment from element `run` on of a shard's buffer."""
-
-    array: int
-    chunk: int
-    start: list[int]
-    stop: list[int]
-    low: list[int]
-    high: list[int]
-    shard: int
-    run: int
-    size: int
-
-
 @attrs.frozen(eq=False)
 class Wave:
     """Rows of one wave by what happens to them: `here` stay on this rank, the others are listed by the other rank.
@@ -50,17 +35,27 @@ class Wave:
     """
 
     arrays: Sequence[ArrayPlan]
-    rows: tuple[_Row, ...]
     here: tuple[int, ...]
     held: dict[int, list[int]]
     foreign: dict[int, list[int]]
+    #: Of each row: number of its array, of the chunk in the array, of the shard, where its fragment begins, elements.
+    array: list[int]
+    chunk: list[int]
+    shard: list[int]
+    run: list[int]
+    size: list[int]
+    #: Corners of regions and fragments row after row, `width` numbers each: a list for each would be five a row.
+    width: int
+    start: list[int]
+    stop: list[int]
+    low: list[int]
+    high: list[int]
 
     @classmethod
     def of(cls, pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> "Wave":
         """Return the wave of `pieces`, all of them with `rank` as source or target."""
-        ends = (pieces.start, pieces.stop, pieces.low, pieces.high)
-        numbers = (pieces.shard, pieces.run, pieces.sizes)
-        columns = (column.tolist() for column in (pieces.array, pieces.chunk, *ends, *numbers))
+        numbers = (pieces.array, pieces.chunk, pieces.shard, pieces.run, pieces.sizes)
+        corners = (pieces.start, pieces.stop, pieces.low, pieces.high)
         held: dict[int, list[int]] = {}
         foreign: dict[int, list[int]] = {}
         here: list[int] = []
@@ -71,7 +66,16 @@ class Wave:
                 foreign.setdefault(source, []).append(row)
             else:
                 here.append(row)
-        return cls(arrays, tuple(map(_Row, *columns)), tuple(here), held, foreign)
+        array, chunk, shard, run, size = (column.tolist() for column in numbers)
+        start, stop, low, high = (corner.ravel().tolist() for corner in corners)
+        width = pieces.start.shape[1]
+        return cls(
+            arrays, tuple(here), held, foreign, array, chunk, shard, run, size, width, start, stop, low, high
+        )  # fmt: skip
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """Return the numbers of a piece's array and chunk."""
+        return self.array[row], self.chunk[row]
 
     def box_of(self, array: int, chunk: int) -> Box:
         """Return the cells of a chunk."""
@@ -81,46 +85,50 @@ class Wave:
 
     def in_chunk(self, row: int, box: Box) -> tuple[Any, ...]:
         """Return where a piece lies in its chunk, whose cells are `box`."""
-        piece = self.rows[row]
-        front = len(piece.start) - box.ndim
-        return region_of(box.start, piece.start[front:], piece.stop[front:])
+        return region_of(box.start, self._of(self.start, row), self._of(self.stop, row))
 
     def shape_of(self, row: int) -> tuple[int, ...]:
         """Return the shape of a piece."""
-        piece = self.rows[row]
-        front = len(piece.start) - len(self.arrays[piece.array].spec.shape)
-        return tuple(b - a for a, b in zip(piece.start[front:], piece.stop[front:], strict=True))
+        return _between(self._of(self.start, row), self._of(self.stop, row))
 
     def get(self, row: int, buffers: Sequence[Buffer]) -> Array:
         """Return a piece from this rank's buffers, on the host."""
-        piece, shape, region = self._in_fragment(row)
-        return buffers[piece.shard].get(shape, piece.run, region)
+        return buffers[self.shard[row]].get(self._fragment(row), self.run[row], self._in_fragment(row))
 
     def put(self, row: int, buffers: Sequence[Buffer], values: Array) -> None:
         """Set a piece in this rank's buffers."""
-        piece, shape, region = self._in_fragment(row)
-        buffers[piece.shard].put(shape, piece.run, region, values)
+        buffers[self.shard[row]].put(self._fragment(row), self.run[row], self._in_fragment(row), values)
 
     def dtype_of(self, row: int) -> Any:
         """Return the numpy data type of a piece's array."""
-        return numpy_dtype(self.arrays[self.rows[row].array].spec.dtype)
+        return numpy_dtype(self.arrays[self.array[row]].spec.dtype)
 
     def nbytes_of(self, rows: Sequence[int]) -> int:
         """Return the bytes of pieces together."""
-        return sum(self.rows[row].size * self.arrays[self.rows[row].array].spec.itemsize for row in rows)
+        return sum(self.size[row] * self.arrays[self.array[row]].spec.itemsize for row in rows)
 
     def parts_of(self, rows: Sequence[int], message: Array) -> Iterator[tuple[int, Array]]:
         """Yield the pieces of a message with their rows: views where they are aligned, else copies."""
         offset = 0
         for row in rows:
             dtype, shape = self.dtype_of(row), self.shape_of(row)
-            part = message[offset : offset + self.rows[row].size * dtype.itemsize]
+            part = message[offset : offset + self.size[row] * dtype.itemsize]
             offset += len(part)
             yield row, (part if part.ctypes.data % dtype.alignment == 0 else part.copy()).view(dtype).reshape(shape)
 
-    def _in_fragment(self, row: int) -> tuple[_Row, tuple[int, ...], tuple[Any, ...]]:
-        piece = self.rows[row]
-        front = len(piece.low) - len(self.arrays[piece.array].spec.shape)
-        low, high = piece.low[front:], piece.high[front:]
-        shape = tuple(b - a for a, b in zip(low, high, strict=True))
-        return piece, shape, region_of(low, piece.start[front:], piece.stop[front:])
+    def _fragment(self, row: int) -> tuple[int, ...]:
+        """Return the shape of the fragment that a piece is part of."""
+        return _between(self._of(self.low, row), self._of(self.high, row))
+
+    def _in_fragment(self, row: int) -> tuple[Any, ...]:
+        """Return where a piece lies in its fragment."""
+        return region_of(self._of(self.low, row), self._of(self.start, row), self._of(self.stop, row))
+
+    def _of(self, corners: list[int], row: int) -> list[int]:
+        """Return a corner of a row, without the extents of 1 that stand in front of arrays of a lower rank."""
+        end = (row + 1) * self.width
+        return corners[end - len(self.arrays[self.array[row]].spec.shape) : end]
+
+
+def _between(low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(low, high, strict=True))

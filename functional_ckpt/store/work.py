@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
 from threading import Thread
 
@@ -63,9 +64,10 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     helpers = [Thread(target=drain, args=(todo,)) for _ in range(count - 1)]
     started: list[Thread] = []
     try:
-        for helper in helpers:
-            helper.start()
-            started.append(helper)
+        with suppress(RuntimeError):  # there are too many threads, or the interpreter ends: then with fewer
+            for helper in helpers:
+                helper.start()
+                started.append(helper)
         drain(chain(small, todo))
         for helper in started:
             helper.join()

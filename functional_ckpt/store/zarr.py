@@ -1,4 +1,4 @@
-"""TensorStore at work: arrays with codecs, chunks with several writers, and the in-memory store."""
+"""TensorStore at work: codecs, chunks with several writers, and the in-memory store."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,16 @@ import numpy as np
 import tensorstore as ts
 
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
-from functional_ckpt.plan.layout import Layout
+from functional_ckpt.plan.layout import ChunkGrid, Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store.base import Capabilities, OnBlock, Store, storage_errors
-from functional_ckpt.store.encoding import Array, array_metadata, node_name, numpy_dtype
+from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock, Store, check_limit, storage_errors
+from functional_ckpt.store.encoding import Array, array_metadata, chunk_name, node_name, numpy_dtype
 
-__all__ = ["MemoryStore", "open_array", "read_box", "write_box"]
+__all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "write_box"]
 
 
-# How TensorStore's status texts say that bytes are wrong, not that storage failed.
-_UNDECODABLE = ("FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "NOT_FOUND")
+_NO_LIMIT = 2**63
 
 
 @cache
@@ -74,29 +73,38 @@ class MemoryStore:
         """Write a new object; every write here is whole."""
         self.create(name, [memoryview(data)], len(data))
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return an object's bytes, or None."""
         with storage_errors("reading", name):
             found = self._kv().read(name).result()
-        return bytes(found.value) if found.state == "value" else None
+        if found.state != "value":
+            return None
+        check_limit(f"{self.url}/{name}", len(found.value), limit)
+        return bytes(found.value)
 
     def nbytes_of(self, name: str) -> int | None:
         """Return an object's size, or None."""
         data = self.read(name)
         return None if data is None else len(data)
 
-    def map(self, name: str, ranges: Sequence[tuple[int, int]] = ()) -> memoryview:
-        """Return a copy of an object."""
-        data = self.read(name)
-        if data is None:
-            raise CorruptionError("an object is missing", path=name, found=self.url)
-        return memoryview(data)
-
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Copy an object's head into `into`."""
-        into[:] = self.map(name)[: len(into)]
+        self.read_ranges(name, (0,), len(into), into)
         if each is not None:
             each(into)
+
+    def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
+        """Copy ranges of an object, one after the other, into `into`."""
+        data = self.read(name, _NO_LIMIT)
+        if data is None:
+            raise CorruptionError("an object is missing", path=name, found=self.url)
+        if len(data) < max(starts) + nbytes:
+            raise CorruptionError("an object is too short", path=name, expected=max(starts) + nbytes, found=len(data))
+        into[:] = b"".join([data[start : start + nbytes] for start in starts])
+
+    def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
+        """Show an object's head to `each`."""
+        self.read_into(name, memoryview(bytearray(nbytes)), each)
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
@@ -104,9 +112,22 @@ class MemoryStore:
             found = self._kv().list().result()
         yield from (key.decode() for key in found)
 
-    def identity(self) -> object:
-        """Return None: a checkpoint in memory is never replaced."""
-        return None
+    def pinned(self) -> "MemoryStore":
+        """Return the store itself: its root has no other name."""
+        return self
+
+    def unpin(self) -> None:
+        """Do nothing."""
+
+    def is_current(self) -> bool:
+        """Return True."""
+        return True
+
+    def stamp(self, name: str) -> object:
+        """Return the generation of an object."""
+        with storage_errors("looking at", name):
+            found = self._kv().read(name).result()
+        return found.stamp.generation if found.state == "value" else None
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
@@ -130,20 +151,43 @@ def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
 
     A missing chunk is an error on read, and a chunk of zeros is stored: absence never means zero.
     """
+    context = _context(store.sync == "fsync" or not store.capabilities.shared)
+    return _opened(store.kvstore(f"{node_name(spec.key)}/"), context, spec, layout)
+
+
+def _opened(kvstore: dict[str, Any], context: ts.Context, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
     # Only data types and ranks of our own table arrive here: TensorStore aborts the process on some others.
     with storage_errors("opening", spec.key):
         return ts.open(
             {
                 "driver": "zarr3",
-                "kvstore": store.kvstore(f"{node_name(spec.key)}/"),
+                "kvstore": kvstore,
                 "metadata": json.loads(array_metadata(spec, layout)),
                 "fill_missing_data_reads": False,
                 "store_data_equal_to_fill_value": True,
             },
-            context=_context(store.sync == "fsync" or not store.capabilities.shared),
+            context=context,
             open=True,
             assume_metadata=True,
         ).result()
+
+
+def encode_chunk(spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
+    """Return the bytes of the file of the whole chunk whose cells are `box`.
+
+    Encoded in memory and written by the store: TensorStore would replace a file that is there already.
+
+    Examples
+    --------
+    >>> spec, layout = ArraySpec("w", (3,), "int8"), Layout("exclusive", (2,), ("crc32c",), "int8")
+    >>> encode_chunk(spec, layout, Box((2,), (3,)), np.array([7], "i1"))[:2].hex()
+    '0700'
+    """
+    kvstore, context = {"driver": "memory", "path": "chunk/"}, ts.Context()
+    write_box(_opened(kvstore, context, spec, layout), spec.key, box, values, layout)
+    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
+    with storage_errors("encoding", spec.key):
+        return bytes(ts.KvStore.open(kvstore, context=context).result().read(chunk_name(index)).result().value)
 
 
 def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: Layout) -> None:
@@ -152,16 +196,25 @@ def write_box(array: ts.TensorStore, key: str, box: Box, values: Array, layout: 
         array[box.slices].write(np.asarray(values, order="C").view(numpy_dtype(layout.stored))).result()
 
 
-def read_box(array: ts.TensorStore, spec: ArraySpec, box: Box) -> Array:
-    """Return a region as a new numpy array; bytes that no codec understands are a `CorruptionError`."""
+def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> Array:
+    """Return the cells that the bytes of a chunk with codecs hold, clipped to the array.
+
+    Raises
+    ------
+    CorruptionError
+        If no codec understands them.
+    """
+    context = ts.Context()  # a memory of its own, which ends with it
+    box = ChunkGrid(spec.shape, layout.chunk).box(index)
+    memory = {"driver": "memory"}
     try:
-        with storage_errors("reading", spec.key):
-            values: Array = array[box.slices].read().result()
+        with storage_errors("decoding", spec.key):
+            ts.KvStore.open(memory, context=context).result().write(chunk_name(index), data).result()
+            del data
+            values: Array = _opened(memory, context, spec, layout)[box.slices].read().result()
     except StorageError as error:
-        if not any(status in str(error.found) for status in _UNDECODABLE):
-            raise
         raise CorruptionError(
             "a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,
-            "Restore the file, or load another checkpoint",
+            "Restore the file, or load another checkpoint", chunk=chunk_name(index),
         ) from error  # fmt: skip
     return np.asarray(values, order="C").view(numpy_dtype(spec.dtype))

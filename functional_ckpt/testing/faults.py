@@ -174,8 +174,8 @@ def mangled_manifests(draw: DrawFn) -> bytes:
 
     Examples
     --------
-    >>> from hypothesis import find
-    >>> find(mangled_manifests(), lambda text: True)
+    >>> from hypothesis import Phase, find, settings
+    >>> find(mangled_manifests(), lambda text: True, settings=settings(phases=[Phase.generate]))
     b''
     """
     kind = draw(st.sampled_from(["bytes", "damage", "lie"]))

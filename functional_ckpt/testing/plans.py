@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import attrs
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -88,8 +89,10 @@ def policies(draw: DrawFn) -> SavePolicy:
     >>> find(policies(), lambda policy: policy.replicas == "declared").commit
     'auto'
     """
+    codecs = draw(st.lists(st.sampled_from(_CODECS), max_size=2, unique=True).map(tuple))
     return SavePolicy(
-        layout=draw(layout_policies()),
+        # A save refuses prefixes that no key has; the empty one all keys have.
+        layout=attrs.evolve(draw(layout_policies(codecs=False)), codecs={"": codecs}),
         replicas=draw(st.sampled_from(["elect", "declared"])),
         replicated=draw(st.sampled_from(["check", "trust"])),
         commit=draw(st.sampled_from(["auto", "rename", "marker"])),

@@ -349,6 +349,10 @@ def _component(item: Any) -> str | int:
 
 @attrs.frozen
 class Members:
-    """The ranks that save together, by their numbers in the default group; travels in the plans of DCP."""
+    """The ranks that save together, by their numbers in the default group; travels in the plans of DCP.
+
+    `save_id` names the save, once all ranks of it have sent their plans.
+    """
 
     ranks: tuple[int, ...]
+    save_id: str | None = None

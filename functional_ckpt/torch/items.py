@@ -13,7 +13,7 @@ from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, Unsup
 from functional_ckpt.leaves import NumpyLeaves
 from functional_ckpt.objects import object_bytes, trust_needed, warn_of_trust
 from functional_ckpt.plan.manifest import ValueEntry
-from functional_ckpt.plan.state import ArrayLeaf, LocalState
+from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec
@@ -67,6 +67,7 @@ class _Items:
         self._regions: dict[str, list[_Item]] = {}
         self._values: list[ValueEntry] = []
         self.untrusted: dict[str, tuple[str, ...]] = {}
+        self._copies: list[CopyDigest] = []
 
     def add(self, item: WriteItem) -> None:
         """Collect one item."""
@@ -95,7 +96,7 @@ class _Items:
             numbers[leaf.key] = range(len(buffers), len(buffers) + len(regions))
             buffers += [region.buffer for region in regions]
             shards += () if leaf.is_copy else [ShardSpec(leaf.spec, region.box) for region in regions]
-        common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms)
+        common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms, copies=tuple(self._copies))
         return Captured(common, LocalState(terms=terms), tuple(buffers), numbers)
 
     def _add(self, leaf: ArrayLeaf, region: _Item) -> None:
@@ -103,9 +104,11 @@ class _Items:
         if (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
             raise SpecError("the items of one tensor disagree", leaf.key, self.rank, leaf.spec.shape, region.box.start,
                             (first.spec.shape, first.spec.dtype), (leaf.spec.shape, leaf.spec.dtype))  # fmt: skip
+        if leaf.is_copy and leaf.key in self._regions:
+            raise SpecError("the plan writes a whole tensor twice", leaf.key, self.rank, leaf.spec.shape)
         if leaf.is_copy and self.digested and self.policy.replicated == "check":
             digest = content_digest(region.buffer, leaf.spec, self.policy.budget_nbytes)
-            self._leaves[leaf.key] = attrs.evolve(leaf, copy_digest=digest)
+            self._copies.append(CopyDigest(leaf.spec, digest))
         self._regions.setdefault(leaf.key, []).append(region)
 
     def _add_object(self, key: str, item: WriteItem) -> None:

@@ -129,7 +129,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
     def _sharded(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
         if not _HANDS_COMMON_OVER or _COMMON_KEY not in sharded_state_dict:
             return sharded_state_dict
-        return agree(self._saver.gather(), lambda: _without_common(sharded_state_dict, checkpoint_dir))
+        return agree(self._saver.gather(checkpoint_dir), lambda: _without_common(sharded_state_dict, checkpoint_dir))
 
 
 class ZarrLoadStrategy(LoadShardedStrategy):

@@ -1,6 +1,5 @@
 """Plans of ``torch.distributed.checkpoint`` from specs, and planners that turn its silent losses into errors."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,16 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from functional_ckpt.errors import (
     CastError,
-    CheckpointWarning,
     GapError,
     KeyMismatchError,
     ProblemError,
     UnsupportedLeafError,
     raise_problems,
+    report,
 )
 from functional_ckpt.objects import object_from_bytes
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
+from functional_ckpt.plan.mismatch import listed
 from functional_ckpt.policy import LoadPolicy
 from functional_ckpt.spec.array import ArraySpec, can_cast
 from functional_ckpt.spec.box import Box
@@ -231,8 +231,8 @@ def _read_item(read: ArrayRead, shard: ShardSpec, entry: ArrayEntry) -> ReadItem
 def _act(action: str, problems: Sequence[ProblemError]) -> None:
     if action == "raise":
         raise_problems(problems)
-    for problem in problems if action == "report" else ():
-        warnings.warn(str(problem), CheckpointWarning, stacklevel=3)
+    elif action == "report" and problems:
+        report(f"{problems[0].what}: {listed([problem.key or '' for problem in problems])}")
 
 
 def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemError]:

@@ -5,7 +5,7 @@ DCP's planner hands out the tensors of the state dict themselves, which cost not
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.leaves import HeldArray
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.dcp import DefaultSavePlanner, WriteItem
@@ -102,6 +103,10 @@ class PlannedBuffer:
     def staged(self) -> Buffer:
         """Return a copy on the host."""
         return self._now().staged()
+
+    def memory(self) -> tuple[Hashable, View]:
+        """Return where the tensor is now."""
+        return self._now().memory()
 
     def _now(self) -> Buffer:
         found, expected = self.resolver.held(self.item), self.expected

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from functional_ckpt.comm import Gather, agree
+from functional_ckpt.api import named
+from functional_ckpt.comm import Gather, agree, turn_of
 from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, SpecError
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.torch.core import CheckpointingConfig, maybe_load_config, save_config
@@ -104,39 +105,36 @@ def save(
     >>> load({"w": tail}, path, validate_access_integrity=False)
     {'step': 3, 'w': tensor([2, 3])}
     """
-    gather = _gather()
     sharded_saver = _strategy(StrategyAction.SAVE_SHARDED, sharded_strategy or (BACKEND, VERSION), SaveShardedStrategy)
     common_saver = _strategy(StrategyAction.SAVE_COMMON, common_strategy or (BACKEND, VERSION), SaveCommonStrategy)
     if async_sharded_save and not isinstance(sharded_saver, AsyncSaveShardedStrategy):
         raise PolicyError("this strategy cannot save in the background", found=str(sharded_saver))
     state = {**sharded_state_dict, _CONTENT: content_metadata} if content_metadata is not None else sharded_state_dict
-    parts = agree(gather, lambda: Parts.of(state))
-    agree(gather, lambda: _check_directory(Path(checkpoint_dir), gather.rank == 0))
-    if validate_access_integrity:
-        compared = map_leaves(lambda leaf: leaf, parts.common)
-        if preprocess_common_before_consistancy_check is not None:
-            compared = agree(gather, lambda: preprocess_common_before_consistancy_check(compared))
-        compare_common_state(compared, gather)
-        validate_sharding_integrity(parts.sharded, gather)
-    common_saver.save_common(parts.common, checkpoint_dir)
-    sharded = parts.sharded
-    if not sharded_saver.can_handle_sharded_objects:
-        common_saver.save_sharded_objects(objects_of(sharded), checkpoint_dir)
-        sharded = tensors_of(sharded)
-    config = CheckpointingConfig(
-        sharded_saver.backend, sharded_saver.version, common_saver.backend, common_saver.version
-    )
+    gather = _gather("save", checkpoint_dir)
+    with turn_of(gather):
+        parts = agree(gather, lambda: Parts.of(state))
+        agree(gather, lambda: _check_directory(Path(checkpoint_dir), gather.rank == 0))
+        if validate_access_integrity:
+            _check_integrity(parts, gather, preprocess_common_before_consistancy_check)
+        common_saver.save_common(parts.common, checkpoint_dir)
+        sharded = parts.sharded
+        if not sharded_saver.can_handle_sharded_objects:
+            common_saver.save_sharded_objects(objects_of(sharded), checkpoint_dir)
+            sharded = tensors_of(sharded)
+        config = CheckpointingConfig(
+            sharded_saver.backend, sharded_saver.version, common_saver.backend, common_saver.version
+        )
 
-    def finish() -> None:
-        if gather.rank == 0:
-            save_config(config, checkpoint_dir)
+        def finish() -> None:
+            if gather.rank == 0:
+                save_config(config, checkpoint_dir)
 
-    if async_sharded_save and isinstance(sharded_saver, AsyncSaveShardedStrategy):
-        request = sharded_saver.async_save(sharded, checkpoint_dir)
-        request.add_finalize_fn(finish)
-        return request
-    sharded_saver.save(sharded, checkpoint_dir)
-    agree(gather, finish)
+        if async_sharded_save and isinstance(sharded_saver, AsyncSaveShardedStrategy):
+            request = sharded_saver.async_save(sharded, checkpoint_dir)
+            request.add_finalize_fn(finish)
+            return request
+        sharded_saver.save(sharded, checkpoint_dir)
+        agree(gather, finish)
     return None
 
 
@@ -174,31 +172,32 @@ def load(
     CheckpointingException
         On every rank, with all problems at once.
     """
-    gather = _gather()
-    mode = agree(gather, lambda: parse_strict_flag(strict))
-    loaders = agree(gather, lambda: _loaders(checkpoint_dir, sharded_strategy, common_strategy))
-    sharded_loader, common_loader = loaders
-    common = agree(gather, lambda: common_loader.load_common(checkpoint_dir))
-    parts = agree(gather, lambda: Parts.of(sharded_state_dict))
-    missing: set[str] = set()
-    unexpected: set[str] = set()
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-        stored = agree(gather, lambda: _metadata(checkpoint_dir, *loaders))
-        missing, unexpected = find_mismatches(parts.sharded, stored, mode, gather)
-        report_mismatches(missing, unexpected, mode, gather)
-        parts = parts.without(unexpected)
-        if mode is StrictHandling.IGNORE_ALL:
-            unexpected = set()
-    if validate_access_integrity:
-        validate_sharding_integrity(parts.sharded, gather)
-    sharded = parts.sharded
-    found: list[Any] = []
-    if not sharded_loader.can_handle_sharded_objects:
-        found.append(common_loader.load_sharded_objects(objects_of(sharded), checkpoint_dir))
-        sharded = tensors_of(sharded)
-    found.append(sharded_loader.load(sharded, checkpoint_dir))
-    result = agree(gather, lambda: assembled(common, found, parts))
-    return (result, missing, unexpected) if mode.returns_keys else result
+    gather = _gather("load", checkpoint_dir)
+    with turn_of(gather):
+        mode = agree(gather, lambda: parse_strict_flag(strict))
+        loaders = agree(gather, lambda: _loaders(checkpoint_dir, sharded_strategy, common_strategy))
+        sharded_loader, common_loader = loaders
+        common = agree(gather, lambda: common_loader.load_common(checkpoint_dir))
+        parts = agree(gather, lambda: Parts.of(sharded_state_dict))
+        missing: set[str] = set()
+        unexpected: set[str] = set()
+        if StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
+            stored = agree(gather, lambda: _metadata(checkpoint_dir, *loaders))
+            missing, unexpected = find_mismatches(parts.sharded, stored, mode, gather)
+            report_mismatches(missing, unexpected, mode, gather)
+            parts = parts.without(unexpected)
+            if mode is StrictHandling.IGNORE_ALL:
+                unexpected = set()
+        if validate_access_integrity:
+            validate_sharding_integrity(parts.sharded, gather)
+        sharded = parts.sharded
+        found: list[Any] = []
+        if not sharded_loader.can_handle_sharded_objects:
+            found.append(common_loader.load_sharded_objects(objects_of(sharded), checkpoint_dir))
+            sharded = tensors_of(sharded)
+        found.append(sharded_loader.load(sharded, checkpoint_dir))
+        result = agree(gather, lambda: assembled(common, found, parts))
+        return (result, missing, unexpected) if mode.returns_keys else result
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
@@ -259,7 +258,7 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
     >>> load_plain_tensors(path)
     {'w': tensor([0, 1, 2, 3])}
     """
-    sharded_loader, _ = agree(_gather(), lambda: _loaders(checkpoint_dir, None, None))
+    sharded_loader, _ = agree(_gather("load", checkpoint_dir), lambda: _loaders(checkpoint_dir, None, None))
     return sharded_loader.load(sharded_loader.load_tensors_metadata(checkpoint_dir), checkpoint_dir)
 
 
@@ -309,8 +308,9 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     sharded_loader.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
-def _gather() -> Gather:
-    return torch_gather(None, _TIMEOUT_S, "sync")
+def _gather(purpose: str, checkpoint_dir: str | Path) -> Gather:
+    # Not the lanes of what is called below, which have calls of their own.
+    return torch_gather(None, _TIMEOUT_S, f"serialization.{purpose}", f"{purpose} of {named(checkpoint_dir)}")
 
 
 def _metadata(
@@ -350,6 +350,14 @@ def _loaders(
         loader.check_backend_compatibility(backend)
         loader.check_version_compatibility(version)
     return sharded_loader, common_loader
+
+
+def _check_integrity(parts: Parts, gather: Gather, preprocess: Callable[[CommonStateDict], StateDict] | None) -> None:
+    compared = map_leaves(lambda leaf: leaf, parts.common)
+    if preprocess is not None:
+        compared = agree(gather, lambda: preprocess(compared))
+    compare_common_state(compared, gather)
+    validate_sharding_integrity(parts.sharded, gather)
 
 
 def _check_directory(path: Path, coordinates: bool) -> None:

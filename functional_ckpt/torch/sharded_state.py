@@ -10,7 +10,6 @@ from typing import Any, cast
 import attrs
 import torch
 
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.errors import CheckpointError, DuplicateKeyError, SpecError, UnsupportedLeafError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import ArraySpec
@@ -168,7 +167,6 @@ def _checked(leaves: Iterable[Any]) -> Iterator[ShardedObject | tuple[ShardedTen
     raise_problems(problems)
 
 
-@collector_paused()
 def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | Sealed]:
     """Return key -> the main copies that this rank holds, for `functional_ckpt.save`.
 

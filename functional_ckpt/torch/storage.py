@@ -4,6 +4,7 @@ What they write and read is what `functional_ckpt.save` and `functional_ckpt.loa
 and way to publish. The data never passes through DCP's own files.
 """
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from functional_ckpt.capture import Captured
-from functional_ckpt.collector import RareCollection, collector_paused
-from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree
+from functional_ckpt.api import named
+from functional_ckpt.capture import Captured, terms_of
+from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree, turn_of
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.planning import PlanMemory
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.progress import Tracker
 from functional_ckpt.saving import (
@@ -53,6 +55,7 @@ __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader",
 
 #: Objects that are no plain values are written too, as with DCP's own storage.
 _SAVE_POLICY = SavePolicy(object_codec="torch")
+_PLANS = PlanMemory()
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -88,11 +91,10 @@ class ZarrStorageWriter(StorageWriter):
     def __init__(self, path: str | Path, *, policy: SavePolicy = _SAVE_POLICY, overwrite: bool = True) -> None:
         super().__init__()
         self.path, self.policy, self.overwrite = path, policy, overwrite
-        self._members: tuple[int, ...] | None = None
+        self._members: Members | None = None
         self._is_coordinator, self._with_collectives = False, True
         self._count = 0
         self._writing: Writing | None = None
-        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -119,9 +121,8 @@ class ZarrStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the role of this rank; DCP plans from here on."""
+        """Learn the role of this rank."""
         self._drop()
-        self._planning.begin()
         self._is_coordinator = is_coordinator
         self._with_collectives = bool(kwargs.get("use_collectives", True))
 
@@ -133,18 +134,17 @@ class ZarrStorageWriter(StorageWriter):
         """Tell every rank who saves. Chunks are planned later, by all ranks: cached plans do not come past here."""
         if not self._with_collectives:  # each rank sees its own plan only
             return plans
-        self._members, self._count = _members_of(plans), len(plans)
-        if self._members is None:
+        ranks, self._count = _members_of(plans), len(plans)
+        if ranks is None:
             return plans
-        return [with_storage_data(plan, Members(self._members)) for plan in plans]
+        # A rank that keeps its cached plan is told nothing, and so no rank can go by this name.
+        is_told = all(getattr(plan, "usable", True) for plan in plans)
+        self._members = Members(ranks, secrets.token_hex(8) if is_told else None)
+        return [with_storage_data(plan, self._members) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         """Begin to write this rank's part, on a thread where others take part; nothing is visible yet."""
-        try:
-            return done(self._begun(plan, planner))
-        finally:
-            if self._writing is None:  # this rank is asked for nothing more
-                self._planning.end_soon()
+        return done(self._begun(plan, planner))
 
     def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
         link = self._link(plan)
@@ -155,18 +155,24 @@ class ZarrStorageWriter(StorageWriter):
             held.append(self._captured(plan, planner, policy, link))
             return held[0]
 
-        def write(gather: Gather, described: Callable[[], Captured]) -> Written:
-            with collector_paused():
-                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite)
-                return write_parts(prepared, Tracker())
+        def write(gather: Gather, described: Callable[[], Captured], tracker: Tracker) -> Written:
+            with turn_of(gather):
+                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite, _PLANS)
+                return write_parts(prepared, tracker)
 
+        what, timeout_s = f"DCP save of {named(self.path)}", policy.timeout_s
         if isinstance(link, Link) and self._with_collectives:
             mine = describe()  # here, so that what fails is this rank's failure: DCP tells the others
-            begun = Writing.begun(lambda is_over: write(link.meet(is_over), lambda: mine), link.rank == 0)
+
+            def work(tracker: Tracker) -> Written:
+                return write(link.gather(timeout_s, what, tracker.cancelled.is_set), lambda: mine, tracker)
+
+            begun = Writing.begun(work, link.rank == 0, link.lane)
             self._writing = begun if link.rank == 0 else None
         else:
-            gather = link.gather() if isinstance(link, Link) else link
-            self._writing = Writing.done(write(gather if self._with_collectives else GatherOnly(gather), describe))
+            gather: Gather = link.gather(timeout_s, what) if isinstance(link, Link) else link
+            gather = gather if self._with_collectives else GatherOnly(gather)
+            self._writing = Writing.done(write(gather, describe, Tracker()))
         specs = {leaf.key: leaf.spec for leaf in held[0].common.arrays}
         return [write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items]
 
@@ -189,37 +195,43 @@ class ZarrStorageWriter(StorageWriter):
             self._drop()
             raise
         self._writing = None
-        self._planning.end_soon()
         stamp(metadata, self.checkpoint_id)
 
     def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
         """Describe what this rank is to write."""
         keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
-        terms = f"dcp {(policy.layout, policy.replicas, policy.replicated, policy.commit, policy.object_codec)}"
-        terms = f"{terms} {policy.consolidate} overwrite={self.overwrite}"
-        with collector_paused():
-            return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
+        terms = f"dcp {terms_of(policy, self.overwrite)}"
+        return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
 
     def _link(self, plan: SavePlan) -> Link | LocalGather:
         """Return what connects this rank to the others that save."""
-        told = plan.storage_data.ranks if isinstance(plan.storage_data, Members) else None
-        members = self._members or told
-        if members is None or not self._with_collectives:
+        told = plan.storage_data if isinstance(plan.storage_data, Members) else None
+        found = self._members or told
+        if found is None or not self._with_collectives:
             # Nobody says who saves: a plan cached while another storage was in use, or no exchange of plans at all.
-            members = tuple(range(dist.get_world_size())) if _is_joined() else (0,)
+            found = Members(tuple(range(dist.get_world_size())) if _is_joined() else (0,))
+        members, save_id = found.ranks, found.save_id
+        # A plan that was cached names the save that it was made for.
+        is_new = save_id is not None and save_id not in _SEEN
+        _SEEN.update([save_id] if save_id is not None else [])
         if self._is_coordinator and self._with_collectives and len(members) != self._count:
             raise SpecError(
                 "cached plans do not say which ranks save", expected=f"{self._count} ranks", found=members,
                 remedy="Turn plan caching off, or save with the default process group",
             )  # fmt: skip
-        return member_link(members, self.policy.timeout_s, "dcp")
+        # A save that failed elsewhere is still waited for by the others: the next one has connections of its own.
+        purpose = "dcp" if self._with_collectives else "dcp without collectives"
+        return member_link(members, purpose, save_id if is_new else None)
 
     def _drop(self) -> None:
         writing, self._writing, self._members = self._writing, None, None
         if writing is not None:
             writing.abandon()
         abandon_left()
-        self._planning.end()
+
+
+#: Names of saves in the plans that this process has been given.
+_SEEN: set[str] = set()
 
 
 def _is_joined() -> bool:

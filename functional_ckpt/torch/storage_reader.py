@@ -1,12 +1,12 @@
 """Reading for ``torch.distributed.checkpoint``: `ZarrStorageReader`."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from functional_ckpt.collector import RareCollection, collector_paused
 from functional_ckpt.errors import CheckpointError, GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.load import plan_load
@@ -18,8 +18,8 @@ from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.execute import read_plan
-from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.reading import check_identity, read_manifest
+from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.torch.dcp import (
     LoadPlan,
@@ -72,7 +72,6 @@ class ZarrStorageReader(StorageReader):
         super().__init__()
         self.path, self.policy = path, policy
         self._opened: _Opened | None = None
-        self._planning = RareCollection()
 
     @property
     def checkpoint_id(self) -> str:
@@ -91,19 +90,16 @@ class ZarrStorageReader(StorageReader):
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begin anew, at `checkpoint_id` if there is one."""
         self._opened = None
-        self._planning.end()
         if checkpoint_id is not None:
             self.path = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP plans with it: one chunk per tensor."""
-        with collector_paused():
-            self._opened = _Opened.at(self.path)
-            return stored_metadata(self._opened.manifest, self.checkpoint_id)
+        self._opened = _Opened.at(self.path)
+        return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Open the checkpoint, unless `read_metadata` has; DCP plans from here on."""
-        self._planning.begin()
+        """Open the checkpoint, unless `read_metadata` has."""
         self._opened = self._opened or _Opened.at(self.path)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -116,41 +112,45 @@ class ZarrStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once to where they belong."""
-        try:
-            self._read(plan, planner)
-        finally:
-            self._planning.end_soon()
+        opened, self._opened = self._opened or _Opened.at(self.path), None
+        with closing(opened.source):
+            self._read(opened, plan, planner)
         return done(None)
 
-    def _read(self, plan: LoadPlan, planner: Any) -> None:
-        opened, self._opened = self._opened or _Opened.at(self.path), None
+    def _read(self, opened: "_Opened", plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
-        with collector_paused():
-            targets = [planner.resolve_tensor(item) for item in tensors]
-            raise_problems([*_uncovered(tensors, planner), *opened.left_out(plan.items, planner)])
+        targets = [planner.resolve_tensor(item) for item in tensors]
+        raise_problems([*_uncovered(tensors, planner), *opened.left_out(plan.items, planner)])
+        with opened.source.guard():
             streams = opened.streams([item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
             opened.fill(tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, stream in streams:
             planner.load_bytes(item, stream)
-        check_identity(opened.store, opened.identity)
+        opened.source.check()
 
 
 @attrs.frozen(eq=False)
 class _Opened:
     """A committed checkpoint while it is read."""
 
-    store: Store
-    identity: object
-    manifest: Manifest
+    source: Opened
 
     @classmethod
     def at(cls, path: str | Path) -> "_Opened":
         """Open the checkpoint at `path`."""
-        store = open_store(path)
-        identity = store.identity()
-        return cls(store, identity, read_manifest(path))
+        return cls(Opened.at(path))
+
+    @property
+    def store(self) -> Store:
+        """Where it is read from."""
+        return self.source.store
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it contains."""
+        return self.source.manifest
 
     def left_out(self, items: Iterable[ReadItem], planner: Any) -> list[ProblemError]:
         """Return a problem for each key that is stored and wanted whole, and for which the plan reads nothing.
@@ -184,6 +184,7 @@ class _Opened:
             stored = entries[key].spec.shape if key in entries else box.stop
             shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
             buffers += held.buffers
+        raise_problems(memory_problems(shards, buffers, entries))
         plan = plan_load(entries, shards, policy.cast)
         needed = {
             (entries[read.key].spec.key, index): entries[read.key]

@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.objects import object_bytes
+from functional_ckpt.plan.field import refuse
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, Sharding
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
+from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.local import LocalTensors, Sealed
@@ -83,6 +85,14 @@ class DeviceBuffer:
     def staged(self) -> Buffer:
         """Return a copy on the host."""
         return HostBuffer(host_view(self.tensor.cpu()))
+
+    def memory(self) -> tuple[Hashable, View]:
+        """Return where the tensor is."""
+        tensor, itemsize = self.tensor, self.tensor.element_size()
+        if tensor.is_contiguous():
+            return tensor.device, View.of_bytes(tensor.data_ptr(), tensor.numel() * itemsize)
+        strides = tuple(step * itemsize for step in tensor.stride())
+        return tensor.device, View(tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
 
     def _piece(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> torch.Tensor:
         size = prod(shape)
@@ -155,9 +165,6 @@ def _resolved(leaf: torch.Tensor) -> torch.Tensor:
 def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
     if local.is_conj() or local.is_neg():
         raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(local.shape))
-    if 0 in local.stride() and any(step == 0 and n > 1 for n, step in zip(local.shape, local.stride(), strict=True)):
-        raise SpecError("an expanded tensor has too little memory to be filled", key, rank, tuple(local.shape),
-                        remedy="Pass a contiguous copy")  # fmt: skip
 
 
 def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) -> HeldArray:
@@ -243,10 +250,19 @@ def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
             local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
         )
     else:
-        empty = torch.empty_like(leaf, device=device)
+        empty = torch.empty_like(leaf, device=_checked(device))
     if isinstance(leaf, torch.nn.Parameter):
         return torch.nn.Parameter(empty, leaf.requires_grad)
     return empty.requires_grad_(leaf.requires_grad)
+
+
+def _checked(device: str) -> str:
+    """Return the name of a device on which a tensor can be made."""
+    try:
+        torch.empty(0, device=device)
+    except Exception:  # torch raises RuntimeError or AssertionError, by device
+        raise refuse("LoadPolicy", "device", "a device of this machine", device) from None
+    return device
 
 
 def _buffer(tensor: torch.Tensor) -> Buffer:

@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import (
     CheckpointError,
@@ -152,7 +151,6 @@ class _Cell:
     count: int
 
 
-@collector_paused()
 def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> None:
     """Check that the main copies of all ranks cover every tensor and every grid of objects exactly once.
 

@@ -278,3 +278,20 @@ def test_cached_plans_save_what_the_tensors_are_now(four, tmp_path):
         found = fc.open_checkpoint(f"{path}{number}")
         assert np.array_equal(found["w"][...], launch.values(16, 4, dtype=dtype, seed=number).numpy())
         assert found.tree()["step"] == number
+
+
+def save_stages(path):
+    """Ranks hold other keys whose values and copies happen to be equal, as pipeline stages do."""
+    import torch
+
+    mine = {f"stage{launch.rank()}.step": 1, f"stage{launch.rank()}.mean": torch.ones(3)}
+    for number in range(3):
+        dcp().save({"w": placed(launch.values(16, 4), "S0"), **mine}, storage_writer=writer(f"{path}{number}"))
+
+
+def test_equal_values_under_other_keys_are_all_saved_every_time(two, tmp_path):
+    two.run(save_stages, str(tmp_path / "c"))
+    for number in range(3):
+        found = fc.open_checkpoint(tmp_path / f"c{number}")
+        assert sorted(found) == ["stage0.mean", "stage1.mean", "w"]
+        assert [found.tree()[f"stage{rank}.step"] for rank in range(2)] == [1, 1]

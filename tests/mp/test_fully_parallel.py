@@ -40,7 +40,7 @@ def spread(path, cached):
     ranks = json.loads((path / "1" / "provenance.json").read_text())["ranks"]
 
     read = []
-    for name in ("read", "map", "read_into"):
+    for name in ("read", "scan", "read_into", "read_ranges"):
         real = getattr(FileStore, name)
         setattr(FileStore, name, lambda self, n, *a, real=real: (read.append(n), real(self, n, *a))[1])
     loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy())

@@ -29,7 +29,7 @@ def reshard(path, budget):
 
     fc.save(placed(0, 1), path, policy=fc.SavePolicy(layout=LAYOUT, timeout_s=30))
     read = []
-    for name in ("read", "map", "read_into"):
+    for name in ("read", "scan", "read_into", "read_ranges"):
         real = getattr(FileStore, name)
         setattr(FileStore, name, lambda self, n, *a, real=real: (read.append(n), real(self, n, *a))[1])
     found = fc.load(placed(1, 2), path, policy=fc.LoadPolicy(read_once=True, budget_nbytes=budget, timeout_s=30))

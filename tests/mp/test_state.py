@@ -351,3 +351,15 @@ def test_a_flipped_bit_is_found_by_all_ranks(four, tmp_path):
     for outcome in four.outcomes(load, optimizer_of_frozen, tmp_path / "a"):
         assert isinstance(outcome.error, fc.errors.CorruptionError)
         assert "'w'" in str(outcome.error)
+
+
+def stage(rank):
+    return {**sharded_rows(rank), f"stage{rank}": {"step": 1, "mean": np.ones(3), "rng": fc.PerRank(rank)}}
+
+
+def test_equal_values_under_other_keys_are_all_saved_every_time(two, tmp_path):
+    for number in range(3):
+        two.run(save, stage, tmp_path / str(number))
+        found = fc.open_checkpoint(tmp_path / str(number)).tree()
+        assert [found[f"stage{rank}"]["step"] for rank in range(2)] == [1, 1]
+        assert [found[f"stage{rank}"]["mean"].shape for rank in range(2)] == [(3,), (3,)]

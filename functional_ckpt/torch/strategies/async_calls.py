@@ -81,7 +81,7 @@ class AsyncRequest(NamedTuple):
         CheckpointingException
             The failures of all ranks. What comes after a failure is not run.
         """
-        gather = torch_gather(None, _TIMEOUT_S, "sync")
+        gather = torch_gather(None, _TIMEOUT_S, "queue", "AsyncRequest.execute_sync")
         agree(gather, lambda: self._run(self._arguments()))
         self._finalize(gather)
 
@@ -215,7 +215,7 @@ class AsyncCallsQueue:
     def _gather(self, no_dist: bool) -> Gather:
         if no_dist or not self._calls:
             return LocalGather()
-        return torch_gather(self._process_group, self._timeout_s, "queue")
+        return torch_gather(self._process_group, self._timeout_s, "queue", "AsyncCallsQueue.maybe_finalize_async_calls")
 
     def _done_everywhere(self, gather: Gather, blocking: bool) -> bool:
         call = self._calls[0]

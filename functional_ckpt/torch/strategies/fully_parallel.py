@@ -82,7 +82,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank of the group, if any has a leaf that contradicts itself.
         """
-        gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "sync")
+        gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
         mine = self._mine
         if mine is None:
             held = together(gather, lambda: [as_tensor(x).spec for x in leaves_of(sharded_state_dict) if is_tensor(x)])

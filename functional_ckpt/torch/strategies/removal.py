@@ -4,20 +4,23 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
 
-from functional_ckpt.errors import KeyMismatchError
+from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, KeyMismatchError
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
+from functional_ckpt.store.commit import MANIFEST, ROOT, Site, abandon, add_notes, manifest_digest, root_metadata
+from functional_ckpt.store.directories import Identity, identity_of
 from functional_ckpt.store.encoding import array_metadata, node_name
-from functional_ckpt.store.files import FileStore, exchange_paths, sync_directory
+from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.target import exchange, synced
 
 __all__ = ["remove_arrays"]
 
@@ -46,7 +49,9 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
     (['b'], True)
     """
     gone = frozenset(keys)
-    final = local_path(path).resolve()
+    with storage_errors("looking at", str(path)):
+        final = local_path(path).resolve()
+        seen = identity_of(final)
     manifest = read_manifest(final)
     unknown = sorted(gone - manifest.by_key.keys())
     if unknown:
@@ -55,11 +60,13 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
         return
     left, moved = _without(manifest, gone)
     text = left.to_json()
-    consolidated = "consolidated_metadata" in json.loads((final / ROOT).read_bytes())
+    with storage_errors("reading", ROOT):
+        consolidated = "consolidated_metadata" in json.loads((final / ROOT).read_bytes())
     files = {MANIFEST: text, ROOT: root_metadata(left, manifest_digest(text), consolidated)}
     headers = {f"{node_name(e.spec.key)}/{ROOT}": array_metadata(e.spec, e.layout) for e in moved.values()}
     nodes = {node_name(key) for key in gone}
-    _replace(final, nodes, {node_name(old): node_name(e.spec.key) for old, e in moved.items()}, {**headers, **files})
+    renamed = {node_name(old): node_name(entry.spec.key) for old, entry in moved.items()}
+    _replace(final, seen, nodes, renamed, {**headers, **files})
 
 
 def _without(manifest: Manifest, gone: frozenset[str]) -> tuple[Manifest, dict[str, ArrayEntry]]:
@@ -81,13 +88,20 @@ def _without(manifest: Manifest, gone: frozenset[str]) -> tuple[Manifest, dict[s
     return attrs.evolve(manifest, arrays=arrays, aliases=tuple(still)), moved
 
 
-def _replace(final: Path, nodes: set[str], moved: Mapping[str, str], files: Mapping[str, bytes]) -> None:
-    """Exchange a directory for one without `nodes`, where the chunks of `moved` have other names, with new `files`."""
+def _replace(
+    final: Path, seen: Identity | None, nodes: set[str], moved: Mapping[str, str], files: Mapping[str, bytes]
+) -> None:
+    """Exchange a directory for one without `nodes`, where the chunks of `moved` have other names, with new `files`.
+
+    `seen` tells the checkpoint that the files were made from.
+    """
     save_id = secrets.token_hex(8)
     work = final.parent / f".{final.name}.{save_id}.saving"
+    site = Site(str(final), str(work), "rename", save_id)
     with storage_errors("removing arrays", str(final)):
         claim = Claim.take(final.parent / f".{final.name}.{save_id}.claim", save_id)
-        try:
+    try:
+        with storage_errors("removing arrays", str(final)):
             _link_tree(final, work, {*nodes, *files})
             for old, new in moved.items():
                 _link_tree(final / old, work / new, {ROOT})
@@ -96,11 +110,16 @@ def _replace(final: Path, nodes: set[str], moved: Mapping[str, str], files: Mapp
             for name, data in files.items():
                 store.create(name, [memoryview(data)], len(data))
             store.flush()
-            exchange_paths(work, final)
-            sync_directory(final.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-            claim.release()
+            if identity_of(final) != seen:
+                raise AlreadyExistsError(
+                    "another checkpoint was saved here meanwhile", path=str(final), remedy="Remove from that one"
+                )
+            notes = exchange(work, final)
+    except BaseException as error:
+        add_notes(error, abandon(site, claim))
+        raise
+    for problem in (*notes, *synced(final.parent), *abandon(site, claim)):
+        warnings.warn(f"the arrays are removed, but {problem}", CheckpointWarning, stacklevel=3)
 
 
 def _link_tree(source: Path, target: Path, left_out: set[str]) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.api import async_save, load, save
+from functional_ckpt.api import async_save, load, named, save
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
-from functional_ckpt.collector import collector_paused
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
 from functional_ckpt.pending import PendingSave
@@ -109,7 +108,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             On every rank, with all problems at once: cells that no main copy covers or two do, a path that holds a
             checkpoint, and so on. Nothing is published then.
         """
-        leaves = agree(self.gather(), lambda: leaves_to_save(sharded_state_dict))
+        leaves = agree(self.gather(checkpoint_dir), lambda: leaves_to_save(sharded_state_dict))
         save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
@@ -132,12 +131,13 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank, for what is found before the copy.
         """
-        leaves = agree(self.gather(), lambda: leaves_to_save(sharded_state_dict))
+        leaves = agree(self.gather(checkpoint_dir), lambda: leaves_to_save(sharded_state_dict))
         return async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
 
-    def gather(self) -> Gather:
+    def gather(self, checkpoint_dir: str | Path) -> Gather:
         """Return the ranks that save together."""
-        return torch_gather(self.process_group, self.policy.timeout_s, "sync")
+        what = f"save of sharded leaves to {named(checkpoint_dir)}"
+        return torch_gather(self.process_group, self.policy.timeout_s, "leaves", what)
 
 
 class _Compatible:
@@ -193,9 +193,9 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         CheckpointingException
             On every rank, with all problems at once, before any tensor is changed; corrupt bytes are found later.
         """
-        gather = torch_gather(self.process_group, self.policy.timeout_s, "sync")
+        what = f"load of sharded leaves from {named(checkpoint_dir)}"
+        gather = torch_gather(self.process_group, self.policy.timeout_s, "load", what)
 
-        @collector_paused()
         def ask() -> Request:
             reshaped = any(is_tensor(x) and x.allow_shape_mismatch for x in leaves_of(sharded_state_dict))
             entries = read_manifest(checkpoint_dir).by_key if reshaped else {}
@@ -263,7 +263,8 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
         CheckpointingException
             On every rank, if it cannot be saved, or the directory holds a committed checkpoint.
         """
-        gather = torch_gather(None, self.policy.timeout_s, "sync")
+        what = f"save of the common half to {named(checkpoint_dir)}"
+        gather = torch_gather(None, self.policy.timeout_s, "common", what)
 
         def write() -> None:
             if gather.rank:
@@ -292,7 +293,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     """
 
     def __init__(self, *, safe_globals: Any = ()) -> None:
-        self.safe_globals = safe_globals
+        self.safe_globals = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals).safe_globals
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -1,0 +1,52 @@
+"""The arguments of `save` and `load`, checked before any of them is used."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from functional_ckpt.plan.field import refuse
+from functional_ckpt.policy import LoadPolicy, SavePolicy
+
+__all__ = ["check_load", "check_save"]
+
+
+def check_save(
+    function: str, state: object, path: object, policy: object, overwrite: object, attributes: object, progress: object
+) -> None:
+    """Raise `PolicyError` for an argument of another type than `function`, a save, takes.
+
+    Examples
+    --------
+    >>> check_save("save", {}, "a", SavePolicy(), False, None, None)
+    """
+    _check_order(function, "state", state, path)
+    if not isinstance(policy, SavePolicy):
+        raise refuse(function, "policy", "a SavePolicy", policy)
+    if not isinstance(overwrite, bool):
+        raise refuse(function, "overwrite", "True or False", overwrite)
+    if attributes is not None and not isinstance(attributes, Mapping):
+        raise refuse(function, "attributes", "a dict", attributes)
+    _check_progress(function, progress)
+
+
+def check_load(like: object, path: object, policy: object, progress: object) -> None:
+    """Raise `PolicyError` for an argument of another type than `load` takes.
+
+    Examples
+    --------
+    >>> check_load({}, "a", LoadPolicy(), None)
+    """
+    _check_order("load", "like", like, path)
+    if not isinstance(policy, LoadPolicy):
+        raise refuse("load", "policy", "a LoadPolicy", policy)
+    _check_progress("load", progress)
+
+
+def _check_order(function: str, name: str, first: object, path: object) -> None:
+    if isinstance(first, str | os.PathLike) and not isinstance(path, str | os.PathLike):
+        raise refuse(function, "path", "a path or URL", path, f"Call {function}({name}, path)")
+
+
+def _check_progress(function: str, progress: Any) -> None:
+    if progress is not None and not callable(progress):
+        raise refuse(function, "progress", "a function of a Progress", progress)

@@ -1,0 +1,157 @@
+"""Fields of policies: what each takes, checked when the policy is made."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+from functional_ckpt.errors import PolicyError
+
+__all__ = [
+    "as_int",
+    "as_number",
+    "as_tuple",
+    "flag",
+    "is_function",
+    "is_word",
+    "one_of",
+    "refuse",
+    "seconds",
+    "shown",
+    "whole",
+]
+
+Validator: TypeAlias = Callable[[Any, Any, Any], None]
+
+#: Longest text of a refused value in a message, in characters.
+_SHOWN = 80
+#: Sums of sizes stay in 64 bits, and waits in what the clocks below take.
+_LARGEST = 2**62
+_LONGEST_S = 10**9
+
+
+def shown(value: object) -> str:
+    """Return a value as a message shows it.
+
+    Examples
+    --------
+    >>> shown("x" * 100)[-4:]
+    'x...'
+    """
+    try:
+        text = repr(value)
+    except Exception as error:  # a caller's class can raise anything
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def refuse(owner: object, name: str, expected: str, value: object, remedy: str | None = None) -> PolicyError:
+    """Return the error that refuses `value` as `name`, a field of the policy or an argument of the function `owner`."""
+    what = f"{owner if isinstance(owner, str) else type(owner).__name__} does not accept this {name}"
+    return PolicyError(what, expected=expected, found=shown(value), remedy=remedy)
+
+
+def one_of(*words: str) -> Validator:
+    """Return a validator that takes these words only.
+
+    Examples
+    --------
+    >>> one_of("a", "b")(None, None, "a")
+    """
+
+    def check(policy: Any, field: Any, value: Any) -> None:
+        if not is_word(value, *words):
+            raise refuse(policy, field.name, " or ".join(map(repr, words)), value)
+
+    return check
+
+
+def is_word(value: object, *words: str) -> bool:
+    """Tell whether `value` is one of the words.
+
+    Examples
+    --------
+    >>> is_word("a", "a", "b"), is_word(1, "a")
+    (True, False)
+    """
+    return isinstance(value, str) and value in words
+
+
+def flag(policy: Any, field: Any, value: Any) -> None:
+    """Check that `value` is a bool: ``"no"`` is true, and nobody means that."""
+    if not isinstance(value, bool):
+        raise refuse(policy, field.name, "True or False", value)
+
+
+def whole(low: int) -> Validator:
+    """Return a validator that takes ints from `low` on.
+
+    Examples
+    --------
+    >>> whole(1)(None, None, 3)
+    """
+
+    def check(policy: Any, field: Any, value: Any) -> None:
+        if type(value) is not int or not low <= value <= _LARGEST:
+            raise refuse(policy, field.name, f"a whole number from {low} to 2**62", value)
+
+    return check
+
+
+def seconds(policy: Any, field: Any, value: Any) -> None:
+    """Check that `value` is a time to wait."""
+    if type(value) is not float or not 0 < value <= _LONGEST_S:  # nan compares false
+        raise refuse(policy, field.name, "seconds, above 0 and up to 1e9", value)
+
+
+def as_int(value: Any) -> Any:
+    """Return a whole number of any type as an int, and anything else as it is.
+
+    Examples
+    --------
+    >>> as_int(True), as_int("1")
+    (True, '1')
+    """
+    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else value
+
+
+def as_number(value: Any) -> Any:
+    """Return a real number of any type as a float, and anything else as it is.
+
+    Examples
+    --------
+    >>> as_number(3)
+    3.0
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return value
+
+
+def as_tuple(value: Any) -> Any:
+    """Return what can be iterated, once or often, as a tuple; texts, mappings and anything else as they are.
+
+    Examples
+    --------
+    >>> as_tuple(iter([1, 2])), as_tuple("ab")
+    ((1, 2), 'ab')
+    """
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return value
+    try:
+        return tuple(value)
+    except TypeError:  # an array of rank 0
+        return value
+
+
+def is_function(value: object) -> bool:
+    """Tell whether `value` can be called and, as a policy must be, hashed.
+
+    Examples
+    --------
+    >>> is_function(len), is_function("len")
+    (True, False)
+    """
+    return callable(value) and isinstance(value, Hashable)

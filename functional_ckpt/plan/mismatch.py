@@ -1,0 +1,197 @@
+"""Keys that only one side of a load has: problems as values, in few words however many keys there are."""
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+
+from functional_ckpt.errors import KeyMismatchError
+from functional_ckpt.spec.tree import has_prefix
+
+__all__ = ["listed", "missing_problems", "nearest", "parted", "unexpected_problems"]
+
+#: Up to so many keys are a problem each, more are one; of those so many are named.
+_FEW = 4
+_NAMED = 3
+#: Comparing one name with so many takes a second; so many names are tried as the cause of all missing keys.
+_COMPARED = 10_000
+_TRIED = 100
+
+_GET_STATE = "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"
+_IGNORING = "LoadPolicy(strict=Strict({}='ignore'))"
+
+
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """Return a question that offers the name most like `name`, if one is.
+
+    Examples
+    --------
+    >>> nearest("modle", ["model", "optim"])
+    "Did you mean 'model'?"
+    """
+    close = difflib.get_close_matches(name, names, 1) if len(names) < _COMPARED else []
+    return f"Did you mean {close[0]!r}?" if close else None
+
+
+def listed(keys: Sequence[str]) -> str:
+    """Return the first of many keys, and how many more there are.
+
+    Examples
+    --------
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    ("'a', 'b'", "'a', 'b', 'c' and 2 more")
+    """
+    text = ", ".join(map(repr, keys[:_NAMED]))
+    return f"{text} and {len(keys) - _NAMED} more" if len(keys) > _NAMED else text
+
+
+def parted(keys: Iterable[str], names: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the keys below each of the names that has any, and the others.
+
+    Examples
+    --------
+    >>> parted(["a.b", "a.c", "b"], ["a", "c"])
+    ({'a': ['a.b', 'a.c']}, ['b'])
+    """
+    known = frozenset(names)
+    below: dict[str, list[str]] = {}
+    others: list[str] = []
+    for key in keys:
+        parts = key.split(".")
+        name = next((stem for n in range(len(parts) + 1) if (stem := ".".join(parts[:n])) in known), None)
+        (others if name is None else below.setdefault(name, [])).append(key)
+    return below, others
+
+
+def missing_problems(
+    missing: Sequence[str], used: Collection[str], stored: Collection[str], empty: Iterable[str], renames: bool
+) -> list[KeyMismatchError]:
+    """Return problems for what `like` has and the checkpoint lacks; `empty` are the containers stored empty.
+
+    `used` are the keys that both have, and `renames` says that the policy maps names already.
+
+    Examples
+    --------
+    >>> print(*missing_problems(["module.w"], [], ["w"], [], False))
+    the checkpoint has no such key: key 'module.w'. Pass LoadPolicy(rename={'module': ''}), which finds every key
+    """
+    below, missing = parted(missing, empty)
+    problems = [_stored_empty(name, keys) for name, keys in below.items()]
+    if not missing:
+        return problems
+    names = sorted(stored)
+    free = sorted(frozenset(stored) - frozenset(used))
+    repair = _other_numbers(missing, free) or (None if renames else _renaming(missing, used, free, frozenset(stored)))
+    keep = f"Pass {_IGNORING.format('missing')} to keep what `like` holds"
+    if len(missing) > _FEW:
+        what, remedy = (
+            f"the checkpoint lacks {len(missing)} keys of `like`",
+            repair or nearest(missing[0], names) or keep,
+        )
+        return [*problems, KeyMismatchError(what, expected=listed(missing), found=listed(free or names), remedy=remedy)]
+    hints = [repair or (nearest(key, names) if number < _NAMED else None) for number, key in enumerate(missing)]
+    return problems + [
+        KeyMismatchError("the checkpoint has no such key", key, remedy=hint or keep)
+        for key, hint in zip(missing, hints, strict=True)
+    ]
+
+
+def unexpected_problems(
+    extra: Sequence[str], empty: Iterable[str], by_rank: Iterable[str] = ()
+) -> list[KeyMismatchError]:
+    """Return problems for what the checkpoint has and `like` lacks; `empty` are the containers empty in `like`.
+
+    Below the keys of `by_rank` lie values that differ by rank.
+
+    Examples
+    --------
+    >>> print(*unexpected_problems(["optim.state.0.step"], ["optim.state"]))  # doctest: +ELLIPSIS
+    `like` is empty where the checkpoint is not: key 'optim.state', found 'optim.state.0.step'. An optimizer ...
+    """
+    below, extra = parted(extra, empty)
+    problems = [_wanted_empty(name, keys) for name, keys in below.items()]
+    differing, extra = parted(extra, by_rank)
+    ignore = f"select with LoadPolicy(keys=...), or pass {_IGNORING.format('unexpected')}"
+    what = "the checkpoint has values that differ by rank, which `like` does not"
+    problems += [KeyMismatchError(what, name, remedy=f"Add a PerRank(...), {ignore}") for name in differing]
+    if len(extra) > _FEW:
+        what = f"the checkpoint has {len(extra)} keys that `like` does not"
+        return [*problems, KeyMismatchError(what, found=listed(extra), remedy=f"Add them, {ignore}")]
+    what = "the checkpoint has a key that `like` does not"
+    return problems + [KeyMismatchError(what, key, remedy=f"Add it, {ignore}") for key in extra]
+
+
+def _stored_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
+    return KeyMismatchError(
+        "the checkpoint is empty where `like` is not", name, expected=listed(keys),
+        remedy="The save came before what stands there, as an optimizer's state comes with its first step; "
+        f"pass {_IGNORING.format('missing')} to keep what `like` holds",
+    )  # fmt: skip
+
+
+def _wanted_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
+    if name.rpartition(".")[2] != "state":
+        remedy = f"Put there what is to be loaded, or pass {_IGNORING.format('unexpected')}"
+    else:
+        remedy = f"An optimizer has no state before its first step. {_filled(name, _are_numbered(keys, name))}"
+    return KeyMismatchError("`like` is empty where the checkpoint is not", name, found=listed(keys), remedy=remedy)
+
+
+def _filled(name: str, numbered: bool) -> str:
+    """Return the call that loads the optimizer state stored under `name`, whose parameters have numbers or names."""
+    if not numbered:
+        return f"Build `like` with {_GET_STATE}, which gives it one"
+    place = "".join(f"[{part!r}]" for part in name.split(".")[:-1])
+    return f"Pass open_checkpoint(path).state('torch'){place} to optimizer.load_state_dict"
+
+
+def _are_numbered(keys: Iterable[str], name: str) -> bool:
+    """Tell whether parameters have numbers, as in ``state.0.step``; a name can be ``0.weight``."""
+    rests = (key[len(name) :].lstrip(".").split(".") for key in keys)
+    return all(len(rest) == 2 and rest[0].isdigit() for rest in rests)
+
+
+def _other_numbers(missing: Sequence[str], free: Sequence[str]) -> str | None:
+    """Return what to do where one side numbers an optimizer's parameters and the other names them."""
+    start, found, _ = missing[0].partition("state.")
+    name = f"{start}state"
+    wanted = [key for key in missing if found and has_prefix(key, name)]
+    stored = [key for key in free if found and has_prefix(key, name)]
+    if not wanted or not stored or _are_numbered(wanted, name) == _are_numbered(stored, name):
+        return None
+    if _are_numbered(wanted, name):
+        return f"The checkpoint names an optimizer's parameters, `like` numbers them. {_filled(name, False)}"
+    return f"The checkpoint numbers an optimizer's parameters, `like` names them. {_filled(name, True)}"
+
+
+def _renaming(missing: Sequence[str], used: Collection[str], free: Sequence[str], stored: frozenset[str]) -> str | None:
+    """Return a policy under which all or most missing keys are found, and those that were found still are."""
+    unused = frozenset(free)
+    for old, new in islice(_candidates(missing[0], free), _TRIED):
+        below = [key for key in missing if has_prefix(key, old)]
+        if 2 * len(below) < len(missing) or any(_moved(key, old, new) not in unused for key in below):
+            continue
+        if all(_moved(key, old, new) in stored for key in used if has_prefix(key, old)):
+            return _finding(f"{{{old!r}: {new!r}}}", len(below), len(missing))
+    for part in missing[0].split(".")[:-1]:
+        if all(key.replace(f"{part}.", "") in unused for key in missing):
+            return _finding(f"lambda key: key.replace({f'{part}.'!r}, '')", len(missing), len(missing))
+    return None
+
+
+def _finding(rename: str, count: int, total: int) -> str:
+    return f"Pass LoadPolicy(rename={rename}), which finds {'every key' if count == total else f'{count} of them'}"
+
+
+def _candidates(key: str, free: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of prefixes that turn `key` into a stored key, those that change least first."""
+    parts = key.split(".")
+    for cut in range(len(parts)):
+        rest = ".".join(parts[cut:])
+        for name in free:
+            if name != key and (name == rest or name.endswith(f".{rest}")):
+                yield ".".join(parts[:cut]), name[: -len(rest)].rstrip(".")
+
+
+def _moved(key: str, old: str, new: str) -> str:
+    rest = key[len(old) :].strip(".")
+    return ".".join(part for part in (new, rest) if part)

@@ -1,0 +1,96 @@
+"""Prefixes that a policy names: one that holds no key of any rank is a misspelt wish, not a wish for nothing."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import attrs
+
+from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.mismatch import listed, nearest
+from functional_ckpt.spec.tree import has_prefix
+
+__all__ = ["Prefix", "check_prefixes", "prefixes_of", "prefixes_of_load"]
+
+_NO_KEY = "names a prefix that no key has"
+
+
+@attrs.frozen
+class Prefix:
+    """A prefix in a field of a policy, whether it holds a key of this rank, and what else may have been meant.
+
+    Without `text` it stands for a whole field: a function, or no prefix at all.
+    """
+
+    field: str
+    text: str | None
+    holds: bool
+    hint: str | None = None
+
+
+def prefixes_of(
+    field: str, texts: Iterable[str], keys: Collection[str], stored: Collection[str] = ()
+) -> tuple[Prefix, ...]:
+    """Return what one rank says of the prefixes in a field: `keys` are its own, `stored` those of the checkpoint.
+
+    Examples
+    --------
+    >>> prefixes_of("LoadPolicy.keys", ["modle"], ["model.w"])[0].hint
+    "Did you mean 'model'?"
+    """
+    return tuple(_prefix(field, text, keys, stored) for text in texts)
+
+
+def prefixes_of_load(
+    keys: object, rename: object, asked: Sequence[str], selects: bool, stored: Collection[str]
+) -> tuple[Prefix, ...]:
+    """Return what one rank says of `keys` and `rename` of a `LoadPolicy`; `asked` are the keys of its `like`.
+
+    Examples
+    --------
+    >>> prefixes_of_load(len, (("net", "model"),), ["net.w"], False, ["model.w"])[0].hint
+    "`like` has 'net.w'"
+    """
+    told: tuple[Prefix, ...] = ()
+    if callable(keys) or keys == ():
+        told = (Prefix("LoadPolicy.keys", None, selects, f"`like` has {listed(asked)}" if asked else None),)
+    elif isinstance(keys, tuple):
+        told = prefixes_of("LoadPolicy.keys", keys, asked, stored)
+    if isinstance(rename, tuple):
+        told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], asked, stored)
+    return told
+
+
+def check_prefixes(told: Iterable[Iterable[Prefix]]) -> list[PolicyError]:
+    """Return a problem for each prefix that holds no key, by what all ranks have told.
+
+    Examples
+    --------
+    >>> here, there = Prefix("LoadPolicy.keys", "a", False), Prefix("LoadPolicy.keys", "a", True)
+    >>> check_prefixes([[here], [there]])
+    []
+    >>> print(*check_prefixes([[here], [here]]))
+    LoadPolicy.keys names a prefix that no key has: key 'a'
+    """
+    found: dict[tuple[str, str | None], list[Prefix]] = {}
+    for prefix in (prefix for each in told for prefix in each):
+        found.setdefault((prefix.field, prefix.text), []).append(prefix)
+    return [
+        PolicyError(f"{field} {'selects nothing' if text is None else _NO_KEY}", text, remedy=_hint(each))
+        for (field, text), each in found.items()
+        if not any(prefix.holds for prefix in each)
+    ]
+
+
+def _hint(told: Sequence[Prefix]) -> str | None:
+    return next((prefix.hint for prefix in told if prefix.hint), None)
+
+
+def _prefix(field: str, text: str, keys: Collection[str], stored: Collection[str]) -> Prefix:
+    if any(has_prefix(key, text) for key in keys):
+        return Prefix(field, text, True)
+    if any(has_prefix(key, text) for key in stored):
+        return Prefix(field, text, False, f"Stored keys have it: {field} takes the names in `like`")
+    stem = text.rstrip(".")
+    depth = stem.count(".") + 1
+    parts = {".".join(key.split(".")[:n]) for key in keys for n in range(1, depth + 2)}
+    inner = min((part for part in parts if part.endswith(f".{stem}")), default=None)
+    return Prefix(field, text, False, f"Did you mean {inner!r}?" if inner else nearest(stem, parts))

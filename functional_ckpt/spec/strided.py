@@ -1,0 +1,179 @@
+"""Strided views of memory: whether a view holds an element twice, and which views of a set share one.
+
+Only numbers are looked at, never the memory.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from math import gcd, prod
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from functional_ckpt.spec.columns import Ints
+
+__all__ = ["View", "overlapping"]
+
+#: Views of more elements are taken for overlapping themselves where their strides do not tell.
+MAX_LISTED_ELEMENTS = 2**20
+# Solutions that numpy tries; on all cuts of one array that anybody makes it needs a few.
+_MAX_WORK = 10**5
+# A byte of memory for each, at most; and how many are marked in the time in which two views are compared.
+_MAX_CELLS = 2**27
+_CELLS_PER_PAIR = 1000
+
+
+@attrs.frozen
+class View:
+    """Elements of `itemsize` bytes at `address`, in `shape`, `strides` apart: all in bytes but the shape.
+
+    Examples
+    --------
+    >>> View(0, (2, 3), (12, 4), 4).bounds, View(8, (3,), (-4,), 4).bounds
+    ((0, 24), (0, 12))
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First byte, and the one after the last; equal where there are no elements."""
+        if 0 in self.shape:
+            return self.address, self.address
+        reach = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
+        low = self.address + sum(r for r in reach if r < 0)
+        return low, self.address + sum(r for r in reach if r > 0) + self.itemsize
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether two of its elements share a byte; a large view of odd strides is said to, if it cannot be told.
+
+        Examples
+        --------
+        >>> View(0, (2, 3), (4, 4), 4).overlaps_itself, View(0, (2, 3), (4, 8), 4).overlaps_itself
+        (True, False)
+        """
+        if 0 in self.shape:
+            return False
+        axes = sorted((abs(step), n) for n, step in zip(self.shape, self.strides, strict=True) if n > 1)
+        reach = self.itemsize
+        for step, n in axes:
+            if step < reach:
+                break
+            reach += (n - 1) * step
+        else:
+            return False
+        if prod(self.shape) > MAX_LISTED_ELEMENTS:
+            return True
+        starts = np.zeros(1, np.int64)
+        for step, n in axes:
+            starts = np.add.outer(starts, np.arange(n) * step).ravel()
+        return bool(np.diff(np.sort(starts)).min() < self.itemsize)
+
+    @classmethod
+    def of_bytes(cls, address: int, nbytes: int) -> "View":
+        """Return the view of a run of bytes, as which contiguous elements are looked at.
+
+        Examples
+        --------
+        >>> View.of_bytes(8, 4).bounds
+        (8, 12)
+        """
+        return cls(address, (nbytes,), (1,), 1)
+
+    def overlaps(self, other: "View") -> bool:
+        """Tell whether the views share a byte; if it is too hard to tell, that they do.
+
+        Examples
+        --------
+        >>> left, right = View(64, (2, 3), (24, 4), 4), View(76, (2, 3), (24, 4), 4)
+        >>> left.overlaps(right), left.overlaps(View(72, (2,), (4,), 4))
+        (False, True)
+        """
+        effort: Any = _MAX_WORK  # numpy's stubs know 0 and -1 only
+        try:
+            return bool(np.shares_memory(self._array, other._array, max_work=effort))
+        except np.exceptions.TooHardError:
+            return True
+
+    @cached_property
+    def _array(self) -> Any:
+        return np.asarray(_Interface(self))
+
+
+class _Interface:
+    """What numpy makes an array of without looking at its memory, since it is read-only and nobody reads it."""
+
+    def __init__(self, view: View) -> None:
+        self.__array_interface__ = {
+            "data": (view.address, True),
+            "shape": view.shape,
+            "strides": view.strides,
+            "typestr": f"|V{view.itemsize}",
+            "version": 3,
+        }
+
+
+def overlapping(views: Sequence[View]) -> list[tuple[int, int]]:
+    """Return pairs of positions of views that share a byte: for each that shares one with an earlier, one pair.
+
+    Equal views count as one. Only views whose bounds meet are compared, so that parts of one buffer cost a sort.
+
+    Examples
+    --------
+    >>> flat = [View(4 * i, (1,), (4,), 4) for i in range(1, 5)]
+    >>> overlapping(flat), overlapping([*flat, View(8, (2,), (4,), 4)])
+    ([], [(4, 1)])
+    """
+    found: list[tuple[int, int]] = []
+    bounds = np.array([view.bounds for view in views], np.int64).reshape(-1, 2)
+    for cluster in _clusters(bounds):
+        first: dict[View, int] = {}
+        for position in cluster:
+            first.setdefault(views[position], position)
+        found += [(first[late], first[early]) for late, early in _pairs(list(first))]
+    return sorted(found)
+
+
+def _clusters(bounds: Ints) -> Iterator[list[int]]:
+    """Yield the rows, in order, of half-open bounds that meet, directly or by way of others, if there are several."""
+    rows = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
+    rows = rows[np.argsort(bounds[rows, 0], kind="stable")]
+    low, high = bounds[rows].T
+    begins = np.flatnonzero(low[1:] >= np.maximum.accumulate(high)[:-1]) + 1
+    for members in np.split(rows, begins) if len(rows) > len(begins) + 1 else ():
+        if len(members) > 1:
+            yield sorted(members.tolist())
+
+
+def _pairs(views: Sequence[View]) -> Iterator[tuple[View, View]]:
+    """Yield, for each view that shares a byte with an earlier one, the two."""
+    bounds = [view.bounds for view in views]
+    low, high = min(a for a, _ in bounds), max(b for _, b in bounds)
+    numbers = [(view.address - low, view.itemsize, *view.strides) for view in views]
+    unit = gcd(*(number for row in numbers for number in row))
+    cells = (high - low) // unit
+    suspects: Iterable[int] = range(len(views))
+    if cells <= min(_MAX_CELLS, len(views) ** 2 * _CELLS_PER_PAIR):
+        suspects = _marked_twice(views, low, unit, cells)
+    for late in suspects:
+        early = next((view for view in views[:late] if view.overlaps(views[late])), None)
+        if early is not None:
+            yield views[late], early
+
+
+def _marked_twice(views: Sequence[View], low: int, unit: int, cells: int) -> Iterator[int]:
+    """Yield the positions of views that hold a byte that an earlier one holds, by marking all that they hold."""
+    marks = np.zeros(cells, bool)
+    for position, view in enumerate(views):
+        shape = (*view.shape, view.itemsize // unit)
+        strides = (*(step // unit for step in view.strides), 1)
+        held = as_strided(marks[(view.address - low) // unit :], shape, strides)
+        if held.any():
+            yield position
+        held[...] = True

@@ -1,0 +1,90 @@
+"""Under which addresses other ranks reach a port of this host."""
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+from functools import cache
+
+__all__ = ["host_id", "listener", "places"]
+
+_SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
+
+
+def listener() -> socket.socket:
+    """Return a socket that listens: on the interface that ``GLOO_SOCKET_IFNAME`` names, if it does, else on all."""
+    chosen = _chosen()
+    if chosen:
+        return socket.create_server((chosen[0], 0), backlog=socket.SOMAXCONN)
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
+        except OSError as error:  # the kernel has it, this host not
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+
+
+def places(towards: str | None) -> list[str]:
+    """Return addresses of this host, the likeliest first: that of the way to the host `towards`, where the ranks met.
+
+    Examples
+    --------
+    >>> len(places(None)) > 0
+    True
+    """
+    chosen = _chosen()
+    if chosen:
+        return chosen
+    found = [_route_to(towards)] if towards else []
+    try:
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+    except OSError:  # a host without a name that resolves
+        found += [_address_of(name) for _, name in socket.if_nameindex()]
+    kept = dict.fromkeys(place for place in found if place and not place.startswith(("127.", "::1", "fe80")))
+    return [*kept] or [_LOOPBACK]
+
+
+@cache
+def host_id() -> str:
+    """Return what only processes with the same loopback interface have in common.
+
+    Examples
+    --------
+    >>> host_id() == host_id()
+    True
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _chosen() -> list[str]:
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return [found for name in names.split(",") if name and (found := _address_of(name.strip()))]
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:  # no such interface, or it has no such address
+            return ""
+    return socket.inet_ntoa(packed[20:24])
+
+
+def _route_to(host: str) -> str:
+    """Return the address from which this host would reach another; nothing is sent."""
+    try:
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    except OSError:
+        pass
+    return ""

@@ -1,0 +1,111 @@
+"""`Board`: short notes that ranks leave for one another in the store in which their group has met.
+
+The store's host may die, hang or be cut off, and torch's clients then wait without end. So calls are made on a thread
+of their own, which may be left behind.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+__all__ = ["Board"]
+
+T = TypeVar("T")
+_Queue: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+
+
+class Board:
+    """Notes by name; each call raises `ConnectionError` if the store is gone or does not answer within `timeout_s`.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> board = Board(dist.HashStore(), "example")
+    >>> board.put("step", "3", 10.0), board.read("step", 10.0), board.read("none", 10.0)
+    (None, '3', None)
+    >>> board.count("saves", 1, 10.0), board.count("saves", 0, 10.0)
+    (1, 1)
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        #: What this rank has said that it waits in, by lane.
+        self.said: dict[str, str] = {}
+        self._parent, self._prefix = store, prefix
+        self._store: Any = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stuck: Future[Any] | None = None
+        self._work: _Queue = SimpleQueue()
+        weakref.finalize(self, self._work.put, None).atexit = False
+
+    def put(self, name: str, text: str, timeout_s: float) -> None:
+        """Leave a note, in place of an earlier one of this name."""
+        self._call(lambda: self._client().set(name, text), timeout_s)
+
+    def read(self, name: str, timeout_s: float) -> str | None:
+        """Return a note, if there is one."""
+
+        def read() -> str | None:
+            return bytes(self._client().get(name)).decode() if self._client().check([name]) else None
+
+        return self._call(read, timeout_s)
+
+    def count(self, name: str, more: int, timeout_s: float) -> int:
+        """Add to a counter, which begins at 0, and return what it has come to."""
+        return self._call(lambda: int(self._client().add(name, more)), timeout_s)
+
+    def remove(self, name: str, timeout_s: float) -> None:
+        """Take a note away."""
+        self._call(lambda: self._client().delete_key(name), timeout_s)
+
+    def _client(self) -> Any:
+        if self._store is None:
+            # A client of its own: the parent's is blocked while another thread waits for something in it.
+            store = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
+            self._store = PrefixStore(self._prefix, store)
+        return self._store
+
+    def _call(self, function: Callable[[], T], timeout_s: float) -> T:
+        answer: Future[T] = Future()
+        with self._lock:
+            if self._stuck is not None and not self._stuck.done():
+                raise ConnectionError("the store in which the ranks have met does not answer")
+            is_running = self._runs()
+        self._work.put((function, answer))
+        if not is_running:
+            self._work.put(None)
+            _serve(self._work)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            self._stuck = answer
+            raise ConnectionError(f"the store in which the ranks have met has not answered for {timeout_s} s") from None
+        except RuntimeError as error:  # of torch; the first line says it, a stack of C++ follows
+            first = str(error).partition("\n")[0]
+            raise ConnectionError(f"the store in which the ranks have met is gone: {first}") from error
+
+    def _runs(self) -> bool:
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=_serve, args=(self._work,), name="functional_ckpt-board", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many threads, or the interpreter ends
+                return False
+            self._thread = thread
+        return True
+
+
+def _serve(work: _Queue) -> None:
+    """Make the calls that come, until there is None."""
+    while (item := work.get()) is not None:
+        function, answer = item
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+        del item, function, answer

@@ -1,0 +1,154 @@
+"""W: a policy says at once which of its fields cannot be; one that is made can be hashed, copied and compared."""
+
+import copy
+import math
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, Strict
+from functional_ckpt.errors import PolicyError
+
+FIELDS = [(kind, field.name) for kind in (SavePolicy, LoadPolicy, LayoutPolicy, Strict) for field in attrs.fields(kind)]
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, *_):
+        return True
+
+
+def is_text(value):
+    return isinstance(value, str)
+
+
+def is_flag(value):
+    return isinstance(value, bool)
+
+
+def is_whole(value):
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value):
+    return is_whole(value) or (isinstance(value, float | np.floating) and math.isfinite(value))
+
+
+def is_function(value):
+    return callable(value) and not isinstance(value, Unhashable)
+
+
+def is_sequence(value):
+    return isinstance(value, list | tuple | set | frozenset | Once)
+
+
+# Field -> whether a value is of a type that the field takes; of those some are refused too.
+TYPES = {
+    **dict.fromkeys(["layout"], lambda value: isinstance(value, LayoutPolicy)),
+    **dict.fromkeys(
+        ["replicas", "replicated", "durability", "commit", "cast", "verify", "missing", "unexpected"], is_text
+    ),
+    **dict.fromkeys(["extended_dtypes"], is_text),
+    **dict.fromkeys(["consolidate", "allow_shape_mismatch", "read_once"], is_flag),
+    **dict.fromkeys(["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes"], is_whole),
+    "timeout_s": is_number,
+    "object_codec": lambda value: value is None or is_text(value),
+    "strict": lambda value: is_text(value) or is_flag(value) or isinstance(value, Strict),
+    "keys": lambda value: value is None or is_text(value) or is_function(value) or is_sequence(value),
+    "rename": lambda value: value is None or is_function(value) or is_sequence(value) or isinstance(value, dict),
+    "per_rank": lambda value: is_text(value) or is_function(value),
+    "safe_globals": lambda value: is_text(value) or isinstance(value, type) or is_sequence(value),
+    "device": is_text,
+    "codecs": lambda value: is_sequence(value) or isinstance(value, dict),
+}
+
+
+@attrs.frozen(eq=False)
+class Once:
+    """Can be iterated once, as a generator can; a generator itself says nothing when a test fails."""
+
+    items: tuple
+    _used: list = attrs.field(factory=list)
+
+    def __iter__(self):
+        left = () if self._used else self.items
+        self._used.append(True)
+        return iter(left)
+
+
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2**40),
+    st.floats(),
+    st.text("ab.", max_size=3),
+    st.sampled_from(
+        ["auto", "fsync", "elect", "declared", "none", "error", "any", "raise", "report", "ignore", "first", "trust",
+         "torch", "native", "bits", "zstd", "crc32c", "cpu", "full"]
+    ),
+    st.binary(max_size=2),
+)  # fmt: skip
+ODD = st.sampled_from(
+    [object(), Unhashable(), len, str, dict, np.zeros(2), np.zeros(()), np.int64(7), np.float32(2.5), np.str_("a"),
+     np.bool_(True), range(3), Strict(), LayoutPolicy(), 10**400, Exception]
+)  # fmt: skip
+
+
+def nested(values):
+    keys = st.one_of(st.text("ab.", max_size=2), st.integers(0, 1))
+    return st.one_of(
+        st.lists(values, max_size=3),
+        st.lists(values, max_size=3).map(tuple),
+        st.lists(values, max_size=2).map(tuple).map(Once),
+        st.dictionaries(keys, values, max_size=2),
+        st.frozensets(st.text("ab", max_size=1), max_size=2),
+    )
+
+
+VALUES = st.recursive(st.one_of(PLAIN, ODD), nested, max_leaves=4)
+
+
+def made(kind, name, value):
+    """Return the policy, or the error that refuses it."""
+    try:
+        return kind(**{name: value})
+    except PolicyError as error:
+        return error
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+@given(VALUES)
+@example(["crc32c"])
+@example("no")
+@example([str])
+@example(None)
+@example(float("nan"))
+@example([["a", "b"]])
+@example([["a", "zstd"], "ab"])
+@example({"a": ["zstd", ["crc32c"]]})
+def test_a_field_takes_a_value_or_says_why_not(kind, name, value):
+    result = made(kind, name, value)
+    if isinstance(result, PolicyError):
+        assert str(result)
+        return
+    assert TYPES[name](value)
+    assert hash(result) == hash(copy.copy(result)) == hash(attrs.evolve(result))
+    assert result == copy.copy(result) == attrs.evolve(result)
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+@given(VALUES)
+def test_a_value_of_a_wrong_type_is_refused_by_the_words_of_the_field(kind, name, value):
+    if TYPES[name](value):
+        return
+    with pytest.raises(PolicyError) as caught:
+        kind(**{name: value})
+    error = caught.value
+    assert f"{kind.__name__} does not accept this {name}" in str(error)
+    assert error.expected
+    assert error.found
+    assert len(str(error)) < 500

@@ -1,0 +1,354 @@
+"""Who lives: claims, ranks that are late, and sweeps beside running saves."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import threading
+import traceback
+
+import numpy as np
+import pytest
+
+from functional_ckpt import LayoutPolicy, SavePolicy, errors, load, save, saving, sweep, verify
+from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, CorruptionError, RankFailedError, StorageError
+from functional_ckpt.plan.layout import Layout
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.store import claim as claims
+from functional_ckpt.store.chunk import update_chunk, write_chunk
+from functional_ckpt.store.claim import ABANDONED, Claim, is_live, state_of
+from functional_ckpt.store.files import FileStore
+from functional_ckpt.store.opening import open_store
+from functional_ckpt.testing.simulate import try_ranks
+from tests.effects import EFFECTS, watched
+
+FAST = SavePolicy(durability="none")
+MARKER = SavePolicy(commit="marker", durability="none")
+ID = "0123456789abcdef"
+
+
+def state(step):
+    return {"w": np.full(5, step), "step": step}
+
+
+def step_of(path):
+    assert verify(path).ok
+    return load({"w": np.zeros(5, int), "step": 0}, path)["step"]
+
+
+# Claims
+
+
+def test_a_claim_goes_before_its_lock(tmp_path, monkeypatch):
+    """Nobody may find an unlocked claim of a live save: a sweep would take what it stands for."""
+    claim = Claim.take(tmp_path / f".a.{ID}.claim", ID)
+    seen = []
+
+    def look(call):
+        if call.name in ("flock", "close"):
+            seen.append(claim.path.exists())
+        return call.do()
+
+    with watched(tmp_path, look):
+        second = Claim.take(tmp_path / f".b.{ID}.claim", ID)
+        claim = second
+        seen.clear()
+        second.release()
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize("name", [f".a.{ID}.claim", f".{ID}.claim"])
+def test_a_claim_of_another_machine_is_left_with_a_word(name, tmp_path, monkeypatch):
+    """With locks that other machines do not see, it looks like that of a dead process."""
+    monkeypatch.setattr(claims, "_machine", lambda: {"host": "elsewhere", "boot": "then"})
+    Claim.take(tmp_path / name, ID).drop()
+    (tmp_path / f".a.{ID}.saving").mkdir()
+    monkeypatch.undo()
+    assert state_of(tmp_path / name) == "foreign"
+    with pytest.warns(CheckpointWarning, match="another machine"):
+        assert sweep(tmp_path) == (() if ".a." in name else (str(tmp_path / f".a.{ID}.saving"),))
+    assert (tmp_path / name).exists()
+    if ".a." not in name:
+        with pytest.raises(AlreadyExistsError, match="running"):
+            save(state(1), tmp_path, policy=MARKER)
+
+
+@pytest.mark.parametrize(
+    "other", [{"host": "renamed"}, {"boot": "before the last start"}, {"host": None, "boot": None}]
+)
+def test_a_claim_of_this_machine_under_another_name_is_judged(other, tmp_path, monkeypatch):
+    """A container has a name of its own, and a machine that was started again another number."""
+    here = claims._machine()
+    monkeypatch.setattr(claims, "_machine", lambda: {**here, **other})
+    Claim.take(tmp_path / f".a.{ID}.claim", ID).drop()
+    monkeypatch.undo()
+    assert sweep(tmp_path) == (str(tmp_path / f".a.{ID}.claim"),)
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Nobody knows who lives: a claim stands until somebody deletes it."""
+
+    def refuse(file, operation):
+        raise OSError(claims.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(claims.fcntl, "flock", refuse)
+    Claim.take(tmp_path / f".a.{ID}.claim", ID).drop()
+    assert sweep(tmp_path) == ()
+    assert is_live(tmp_path / f".a.{ID}.claim")
+
+
+# Sweeps beside saves
+
+
+@pytest.mark.parametrize("policy", [FAST, MARKER])
+def test_a_claim_that_is_swept_before_it_is_locked_is_made_again(policy, tmp_path, monkeypatch):
+    swept = []
+    path = tmp_path / "a"
+
+    def flock(file, operation, real=fcntl.flock):
+        if operation == fcntl.LOCK_EX and len(swept) < 3:
+            monkeypatch.setattr(claims.fcntl, "flock", real)
+            swept.append(sweep(tmp_path) + sweep(path))
+            monkeypatch.setattr(claims.fcntl, "flock", flock)
+        return real(file, operation)
+
+    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    save(state(1), path, policy=policy)
+    assert [len(names) for names in swept] == [1, 1, 1]
+    assert step_of(path) == 1
+
+
+@pytest.mark.parametrize("commit_mode", ["rename", "marker"])
+def test_two_sweeps_at_once(commit_mode, tmp_path):
+    """At each call of one, the other removes everything."""
+    for at in range(1000):
+        place = tmp_path / str(at)
+        leave_leftovers(place, commit_mode)
+        count = iter(range(10**6))
+
+        def interfere(call, at=at, count=count, place=place):
+            if next(count) == at:
+                for path in [*place.glob(".*"), *place.glob("*")]:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            return call.do()
+
+        with watched(place, interfere):
+            sweep(place)
+        assert list(place.iterdir()) == []
+        if next(count) <= at:
+            break
+    assert at > 10
+
+
+def leave_leftovers(place, commit_mode):
+    place.mkdir()
+    if commit_mode == "rename":
+        (place / f".a.{ID}.saving/w").mkdir(parents=True)
+        (place / f".a.{ID}.saving/w/c.0").touch()
+        Claim.take(place / f".a.{ID}.claim", ID).drop()
+    else:
+        Claim.take(place / f".{ID}.claim", ID, ["w"]).drop()
+        (place / "w").mkdir()
+        (place / "w/c.0").touch()
+
+
+def test_a_sweep_leaves_a_save_that_begins_meanwhile(tmp_path, monkeypatch):
+    """A sweep has judged the claim of a dead save; before it removes anything a new save begins, and writes."""
+    path = tmp_path / "a"
+    path.mkdir()
+    Claim.take(path / f".{ID}.claim", ID, ["w"]).drop()
+
+    def meanwhile(progress):
+        if progress.phase == "publish":
+            assert sweep(path) == ()
+
+    save(state(1), path, policy=MARKER, progress=meanwhile)
+    assert step_of(path) == 1
+    # And the other way round: what a sweep is at work on is no place to begin.
+    shutil.rmtree(path)
+    path.mkdir()
+    Claim.take(path / f".{ID}.claim", ID, ["w"]).drop()
+    held = Claim.adopt(path / f".{ID}.claim")
+    with pytest.raises(AlreadyExistsError, match="swept"):
+        save(state(1), path, policy=MARKER)
+    held.drop()
+    save(state(1), path, policy=MARKER)
+
+
+@pytest.mark.parametrize("files", [{}, {"zarr.json.new": b'{"attributes"'}])
+def test_a_save_killed_before_it_looked_owns_nothing(files, tmp_path):
+    """Its claim was there, and nobody had checked yet whose arrays lay there."""
+    save(state(1), tmp_path / "a", policy=FAST)
+    (tmp_path / "b").mkdir()
+    shutil.copytree(tmp_path / "a/w", tmp_path / "b/w")
+    Claim.take(tmp_path / f"b/.{ID}.claim", ID).drop()
+    assert [os.path.basename(name) for name in sweep(tmp_path / "b")] == [f".{ID}.claim"]
+    assert sorted(os.listdir(tmp_path / "b/w")) == ["c.0", "zarr.json"]
+
+
+def test_killed_at_any_moment_it_leaves_what_is_not_its_own(tmp_path, monkeypatch):
+    """The same, wherever the save is killed."""
+
+    class Killed(BaseException):
+        pass
+
+    save(state(1), tmp_path / "a", policy=FAST)
+    # As a kill does, the process leaves everything as it is.
+    monkeypatch.setattr(Claim, "release", Claim.drop)
+    for at in range(1000):
+        place = tmp_path / str(at)
+        place.mkdir()
+        shutil.copytree(tmp_path / "a/w", place / "w")
+        count = iter(range(10**6))
+
+        def kill(call, at=at, count=count):
+            if call.name in EFFECTS and next(count) == at:
+                raise Killed
+            return call.do()
+
+        with contextlib.suppress(Killed, AlreadyExistsError), watched(place, kill):
+            save(state(2), place, policy=MARKER)
+        sweep(place)
+        assert sorted(os.listdir(place)) == ["w"]
+        assert sorted(os.listdir(place / "w")) == ["c.0", "zarr.json"]
+        if next(count) <= at:
+            break
+    assert at > 2
+
+
+# Ranks that are late
+
+
+def coded(codecs):
+    return LayoutPolicy(codecs={"": codecs}) if codecs else LayoutPolicy()
+
+
+class Leaving:
+    """A group that breaks for rank 0 once rank 1 has begun to write; rank 1 goes on when rank 0 has given up."""
+
+    def __init__(self, gather, writing, given_up):
+        self.gather, self.rank, self.size = gather, gather.rank, gather.size
+        self.writing, self.given_up = writing, given_up
+
+    def all_gather(self, value):
+        if self.rank == 0 and self.writing.is_set():
+            raise RankFailedError("rank 1 does not answer")
+        return self.gather.all_gather(value)
+
+
+def late_save(path, policy):
+    """Save on two ranks, the second of which comes to write when the first has given up; return what came of it."""
+    writing, given_up = threading.Event(), threading.Event()
+
+    def run(gather):
+        def wait(progress):
+            if progress.phase == "write":
+                writing.set() if gather.rank else writing.wait(20)
+                _ = gather.rank and given_up.wait(20)
+
+        try:
+            mine = {f"x{gather.rank}": np.full(3, gather.rank)}
+            return save(mine, path, policy=policy, process_group=Leaving(gather, writing, given_up), progress=wait)
+        finally:
+            given_up.set()
+
+    return try_ranks(2, run)
+
+
+@pytest.mark.parametrize("codecs", ["", "zstd"])
+def test_a_late_rank_writes_nothing_more(codecs, tmp_path):
+    policy = SavePolicy(commit="marker", durability="none", layout=coded(codecs))
+    outcomes = late_save(tmp_path / "a", policy)
+    assert all(isinstance(outcome, errors.CheckpointError) for outcome in outcomes)
+    assert "given up" in "".join(traceback.format_exception(outcomes[1]))
+    (left,) = [p.name for p in (tmp_path / "a").rglob("*")]
+    assert left.endswith(ABANDONED)
+    save(state(3), tmp_path / "a", policy=MARKER)
+    assert step_of(tmp_path / "a") == 3
+    assert not list((tmp_path / "a").glob(".*"))
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_what_a_late_rank_still_writes_is_swept(swept, tmp_path, monkeypatch):
+    """It has looked at the claim, and then rank 0 gave up."""
+    monkeypatch.setattr(FileStore, "check_guard", lambda self: None)
+    late_save(tmp_path / "a", MARKER)
+    assert list((tmp_path / "a").glob("x*"))
+    if swept:
+        assert sweep(tmp_path / "a")
+        assert list((tmp_path / "a").iterdir()) == []
+    save({"x1": np.full(3, 7)}, tmp_path / "a", policy=MARKER)
+    assert load({"x1": np.zeros(3, int)}, tmp_path / "a")["x1"].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("codecs", ["", "zstd", "crc32c"])
+def test_a_chunk_is_never_replaced(codecs, tmp_path, tree_bytes):
+    """As by a slow rank of a failed save, in a directory in which another one has been committed since."""
+    policy = SavePolicy(commit="marker", durability="none", layout=coded(codecs))
+    manifest = save(state(2), tmp_path / "a", policy=policy)
+    before = tree_bytes(tmp_path)
+    entry = manifest.arrays[0]
+    with pytest.raises(AlreadyExistsError):
+        write_chunk(open_store(tmp_path / "a"), entry.spec, entry.layout, entry.spec.box, np.full(5, 1))
+    assert tree_bytes(tmp_path) == before
+
+
+def test_who_writes_part_of_a_chunk_looks_at_the_claim_first(tmp_path):
+    save(state(2), tmp_path / "a", policy=MARKER)
+    manifest = save(state(2), tmp_path / "b", policy=MARKER)
+    entry = manifest.arrays[0]
+    store = open_store(tmp_path / "a", guard=tmp_path / f"a/.{ID}.claim")
+    with pytest.raises(StorageError, match="given up"):
+        update_chunk(store, entry.spec, entry.layout, Box((0,), (2,)), np.full(2, 1))
+    assert step_of(tmp_path / "a") == 2
+
+
+# What ranks see of one another
+
+
+def test_a_rank_looks_for_what_its_neighbour_wrote(tmp_path, monkeypatch):
+    """Where ranks share no file system after all, each finds its own files."""
+    ranks = {}
+
+    def apart(url, sync="none", guard=None, real=saving.open_store):
+        other = tmp_path / f"disk of {ranks[threading.get_ident()]}"
+        other.mkdir(parents=True)
+        return real(other, sync, guard)
+
+    def run(gather):
+        ranks[threading.get_ident()] = gather.rank
+        return save({f"x{gather.rank}": np.ones(3)}, tmp_path / "a", policy=FAST, process_group=gather)
+
+    monkeypatch.setattr(saving, "open_store", apart)
+    for outcome in try_ranks(2, run):
+        assert isinstance(outcome, errors.CheckpointErrors)
+        assert {(type(problem), problem.what) for problem in outcome.exceptions} == {
+            (CorruptionError, "a stored chunk is missing")
+        }
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_OFD_SETLK"), reason="the kind of lock that TensorStore takes on Linux")
+def test_parts_of_one_chunk_are_written_under_a_lock(tmp_path):
+    """Two ranks that rewrite one chunk file: without the lock the one that comes last undoes the other's part."""
+    spec, layout = ArraySpec("w", (64,), "float64"), Layout("shared", (64,), (), "float64")
+    (tmp_path / "w").mkdir()
+    lock = os.open(tmp_path / "w/c.0.__lock", os.O_RDWR | os.O_CREAT)
+    fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    done = threading.Event()
+
+    def write():
+        update_chunk(FileStore(tmp_path), spec, layout, Box((0,), (32,)), np.ones(32))
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert not done.wait(0.5), "it has not waited"
+    finally:
+        os.close(lock)
+        writer.join(60)
+    assert done.is_set()
+    assert np.fromfile(tmp_path / "w/c.0")[:33].tolist() == [1.0] * 32 + [0.0]

@@ -1,0 +1,162 @@
+"""Saves in the background of one process: their order, failures that nobody asks for, forks, exits and interrupts."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+import functional_ckpt
+from functional_ckpt import SavePolicy, async_save, save
+from functional_ckpt.errors import StorageError
+from functional_ckpt.store.files import FileStore
+
+FAST = SavePolicy(durability="none")
+ONES = {"w": np.ones(3)}
+
+
+def at(step):
+    return {"w": np.full(3, float(step))}
+
+
+def no_space(self, *arguments, **options):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_later_save_is_published_later(tmp_path):
+    def report(progress):
+        time.sleep(0.5 * (progress.phase == "publish"))
+
+    save(at(99), tmp_path / "last", policy=FAST)
+    pending = async_save(at(100), tmp_path / "last", policy=FAST, overwrite=True, progress=report)
+    save(at(101), tmp_path / "last", policy=FAST, overwrite=True)
+    pending.result()
+    assert functional_ckpt.open_checkpoint(tmp_path / "last")["w"][0] == 101
+
+
+def test_a_save_within_a_save_in_the_background_does_not_wait_for_it(tmp_path):
+    def report(progress):
+        if progress.phase == "publish":
+            save(ONES, tmp_path / "inner", policy=FAST)
+
+    async_save(ONES, tmp_path / "outer", policy=FAST, progress=report).result(30)
+    assert functional_ckpt.verify(tmp_path / "inner").ok
+
+
+def dropped(path):
+    """Begin a save that fails, and forget it."""
+    with patch.object(FileStore, "create", no_space):
+        async_save(ONES, path, policy=FAST)
+        wait_idle()
+
+
+def wait_idle():
+    from functional_ckpt.pending import wait_for_all
+
+    wait_for_all()
+
+
+def test_a_dropped_save_that_fails_is_logged_and_raised_by_the_next_one(tmp_path, caplog):
+    dropped(tmp_path / "a")
+    [record] = [record for record in caplog.records if record.name == "functional_ckpt"]
+    assert record.levelno == logging.ERROR
+    assert "No space left" in caplog.text
+    with pytest.raises(StorageError, match=r"earlier async_save .*No space left"):
+        save(ONES, tmp_path / "b", policy=FAST)
+    assert not list(tmp_path.iterdir())
+    save(ONES, tmp_path / "b", policy=FAST)
+
+
+def test_a_failure_that_somebody_can_ask_for_is_raised_there_only(tmp_path):
+    with patch.object(FileStore, "create", no_space):
+        pending = async_save(ONES, tmp_path / "a", policy=FAST)
+        wait_idle()
+    save(ONES, tmp_path / "b", policy=FAST)
+    with pytest.raises(StorageError, match="No space left"):
+        pending.result()
+    del pending
+    save(ONES, tmp_path / "c", policy=FAST)
+
+
+def script(tmp_path, text):
+    """Run `text` in a process of its own."""
+    prelude = "import atexit, os\nimport numpy as np, functional_ckpt as fc\npath = os.environ['PLACE']\n"
+    program = f"{prelude}ones = {{'w': np.ones(300_000)}}\n{textwrap.dedent(text)}"
+    environment = {**os.environ, "PLACE": str(tmp_path / "a")}
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert found.returncode == 0, found.stderr
+    return found
+
+
+def test_a_dropped_save_that_fails_last_is_a_warning_at_exit(tmp_path):
+    found = script(
+        tmp_path,
+        """
+        fc.async_save(ones, path, progress=lambda p: p.phase == "publish" and 1 / 0)
+        """,
+    )
+    assert "a save in the background failed: ZeroDivisionError" in found.stderr
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_a_first_save_at_exit(tmp_path, call):
+    found = script(tmp_path, f"atexit.register(lambda: fc.{call}(ones, path))")
+    assert not found.stderr
+    assert functional_ckpt.verify(tmp_path / "a").ok
+    assert [item.name for item in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_save_in_the_background_without_a_thread(tmp_path):
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        assert async_save(ONES, tmp_path / "a", policy=FAST).done()
+    assert [item.name for item in tmp_path.iterdir()] == ["a"]
+    async_save(ONES, tmp_path / "b", policy=FAST).result(30)
+
+
+def test_large_pieces_are_written_without_threads(tmp_path):
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        save({str(n): np.ones(2**17) for n in range(4)}, tmp_path / "a", policy=FAST)
+    assert functional_ckpt.verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+def test_an_interrupt_while_the_thread_begins_leaves_nothing(tmp_path, commit):
+    policy = SavePolicy(durability="none", commit=commit)
+    with patch.object(threading.Thread, "start", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        async_save(ONES, tmp_path / "a", policy=policy)
+    assert not [item for item in tmp_path.rglob("*") if item.is_file()]
+    async_save(ONES, tmp_path / "a", policy=policy).result(30)
+
+
+def test_a_forked_child_saves_in_the_background(tmp_path):
+    script(
+        tmp_path,
+        """
+        fc.async_save(ones, path + ".parent")
+        child = os.fork()
+        if not child:
+            fc.async_save(ones, path).result(20)
+            fc.save(ones, path + ".more")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+    )
+    assert functional_ckpt.verify(tmp_path / "a").ok
+    assert functional_ckpt.verify(tmp_path / "a.parent").ok
+
+
+def test_a_callback_that_fails_in_one_process_raises_itself(tmp_path):
+    def report(progress):
+        raise TypeError("no such screen")
+
+    with pytest.raises(TypeError, match="no such screen"):
+        save(ONES, tmp_path / "a", policy=FAST, progress=report)
+    with pytest.raises(TypeError, match="no such screen"):
+        async_save(ONES, tmp_path / "a", policy=FAST, progress=report).result(30)
+    assert not list(tmp_path.iterdir())
