@@ -185,8 +185,12 @@ class Checkpoint(Mapping[str, StoredArray]):
 
         Values that were saved as `PerRank` stand in a dict keyed by rank.
         """
-        manifest = self.manifest
-        leaves: list[tuple[Any, Any]] = [(_path(e.path, e.spec.key), self[e.spec.key]) for e in manifest.arrays]
+        manifest, long = self.manifest, ObjectReader(self._opened.store, ())
+        with self._opened.guard():
+            leaves: list[tuple[Any, Any]] = [
+                (_path(e.path, e.spec.key), long.read(e) if e.codec == "json" else self[e.spec.key])
+                for e in manifest.arrays
+            ]
         leaves += [(_path(alias.path, alias.key), self[alias.target]) for alias in manifest.aliases]
         leaves += [(_path(v.path, v.key), decode_text(v.key, v.text)) for v in manifest.values]
         try:

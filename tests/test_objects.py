@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 from functional_ckpt.torch.planner import StrictLoadPlanner, StrictSavePlanner  # noqa: E402 - they need torch
+from functional_ckpt.torch.serialization import load_common_state_dict  # noqa: E402
 from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter  # noqa: E402
 from functional_ckpt.torch.strategies.zarr import LOAD_POLICY  # noqa: E402
 
@@ -43,6 +44,12 @@ class Colour(enum.Enum):
 
 Point = namedtuple("Point", "x y")
 OBJECTS = {"cfg": Config(3, "x"), "a": {"b": Colour.RED}, "p": Point(1, 2), "other": (torch.ones(1), Config(1, "y"))}
+DATA = {
+    "random state": np.random.get_state(),
+    "numpy": (np.float32(2), np.datetime64("2020-01-01"), np.arange(3)),
+    "collections": {"a": deque([1]), 2: frozenset({1})},
+    "standard library": (datetime.timedelta(1), Path("a"), range(3), slice(1), b"x"),
+}
 NAMES = [f"{__name__}.{name}" for name in ("Colour", "Config", "Point")]
 LINE = f"LoadPolicy(safe_globals=[{', '.join(NAMES)}])"
 
@@ -141,6 +148,18 @@ def test_data_types_beside_tensors_need_no_trust(saves, loads, tmp_path):
     assert torch.equal(found[0], value[0])
 
 
+@SAVES
+@LOADS
+@pytest.mark.parametrize("name", DATA)
+def test_data_types_come_back(saves, loads, name, tmp_path, same):
+    """The law of it is in property_tests/test_values.py."""
+    value = DATA[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        saves({"v": (value,)}, tmp_path / "a")
+    same(loads({"v": 0}, tmp_path / "a")["v"], (value,))
+
+
 class OwnPickles(dcp.DefaultSavePlanner):
     """A planner that makes the bytes of objects itself, as anybody's may."""
 
@@ -223,6 +242,8 @@ def test_values_too_long_for_the_manifest_are_arrays_of_their_text(saves, loads,
     found = loads(dict.fromkeys(state, 0), tmp_path / "a")
     assert (found["long"], found["short"]) == (state["long"], state["short"])
     assert found["array"][0].tolist() == list(range(20_000))
+    assert open_checkpoint(tmp_path / "a").tree()["long"] == state["long"]
+    assert load_common_state_dict(tmp_path / "a")["long"] == state["long"]
     assert fc.verify(tmp_path / "a").ok
 
 

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import functional_ckpt  # noqa: E402
 from functional_ckpt.errors import (  # noqa: E402
     AlreadyExistsError,
+    CastError,
     DuplicateKeyError,
     NotACheckpointError,
     ObjectCodecError,
@@ -42,6 +43,7 @@ from functional_ckpt.torch.strategies.base import (  # noqa: E402
     StrategyAction,
     get_default_strategy,
 )
+from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper  # noqa: E402
 from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
     BACKEND,
     ZarrLoadCommonStrategy,
@@ -196,14 +198,32 @@ def test_another_shape_is_aligned_and_filled_with_zeros(tmp_path, flat):
     assert torch.equal(found.reshape(-1), whole.reshape(-1)[part])
 
 
-def test_the_destination_decides_on_data_type_and_prepended_axes(tmp_path):
+def test_the_destination_decides_on_prepended_axes(tmp_path):
     save({"w": tensor("w", torch.stack([W, W + 1]))}, tmp_path)
-    found = load(
-        {"w": tensor("w", torch.zeros(6, 4, dtype=torch.float64), (0, 1, 2), prepend_axis_num=1)},
-        tmp_path,
-        validate_access_integrity=False,
-    )
-    assert torch.equal(found["w"], W.double() + 1)
+    wanted = {"w": tensor("w", torch.zeros(6, 4), (0, 1, 2), prepend_axis_num=1)}
+    assert torch.equal(load(wanted, tmp_path, validate_access_integrity=False)["w"], W + 1)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_change_of_data_type_is_an_error_unless_it_is_asked_for(tmp_path, wrapped):
+    """1000.7 as int8 is -24."""
+    save({"w": tensor("w", torch.tensor([1000.7, -3.0]))}, tmp_path)
+
+    def loaded(dtype, **policy):
+        strategy = ZarrLoadShardedStrategy(policy=functional_ckpt.LoadPolicy(**policy)) if policy else None
+        chosen = FullyParallelLoadStrategyWrapper(strategy or ZarrLoadShardedStrategy()) if wrapped else strategy
+        return load({"w": tensor("w", torch.zeros(2, dtype=dtype))}, tmp_path, chosen)["w"]
+
+    for dtype, words in ((torch.int8, "cast='any'"), (torch.bfloat16, "cast='same_kind'")):
+        target = torch.zeros(2, dtype=dtype)
+        with pytest.raises(CastError, match=words):
+            load({"w": tensor("w", target)}, tmp_path)
+        assert not target.any()
+        with pytest.raises(CastError, match=words):
+            loaded(dtype)
+    assert loaded(torch.float64, cast="same_kind").tolist() == torch.tensor([1000.7, -3.0]).double().tolist()
+    assert loaded(torch.bfloat16, cast="same_kind").tolist() == [1000.0, -3.0]
+    assert loaded(torch.int64, cast="any").tolist() == [1000, -3]
 
 
 def test_a_parameter_is_filled(tmp_path):

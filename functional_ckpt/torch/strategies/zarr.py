@@ -61,7 +61,7 @@ COMMON, OBJECTS = ".common", ".objects"
 SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
 #: How both load strategies load by default.
-LOAD_POLICY = LoadPolicy(cast="any")
+LOAD_POLICY = LoadPolicy()
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -161,7 +161,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     ----------
     policy
         How to load. What the state dict lacks is left out, and what the checkpoint lacks is an error, whatever it says;
-        by default the data type of the destination wins.
+        by default a change of data type is an error too.
     process_group
         Ranks that load together; None for the default group.
 
