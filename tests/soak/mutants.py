@@ -49,17 +49,17 @@ MUTANTS = (
     Mutant(
         "a rank looks at its own files instead of its neighbour's", "saving.py",
         "written.receipts[(gather.rank + 1) % gather.size]", "written.receipts[gather.rank]",
-        ("tests/test_publishing.py",),
+        ("tests/test_claims.py", "-k", "neighbour"),
     ),
     Mutant(
         "a claim is unlocked before it is unlinked", "store/claim.py",
         "                os.unlink(self.path)",
         "                fcntl.flock(self._file, fcntl.LOCK_UN), os.unlink(self.path)",
-        ("tests/test_claims.py",),
+        ("tests/test_claims.py", "-k", "lock"),
     ),
     Mutant(
         "shared chunks are not locked", "store/zarr.py",
-        '{"mode": "os"}', '{"mode": "none"}', ("tests/mp/test_chunks.py", "tests/mp/test_layouts.py"),
+        '{"mode": "os"}', '{"mode": "none"}', ("tests/test_claims.py", "-k", "lock"),
     ),
     Mutant(
         "a failed rank sends nothing", "store/exchange.py",
