@@ -230,6 +230,32 @@ def test_a_message_that_cannot_be_made_becomes_zeros_and_a_failure():
     assert traffic == other_traffic == Traffic(1, 3)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_that_has_failed_before_sends_zeros_to_all_that_wait(size):
+    """Without them the others would wait until they time out, and blame the exchange."""
+    failure = StorageError("no space left")
+
+    def exchange(gather):
+        came = []
+
+        def take(message):
+            came.append(message.tolist())
+            return message
+
+        others = [rank for rank in range(size) if rank != gather.rank]
+        outgoing = {rank: Message(3, lambda _: np.full(3, 1 + gather.rank, np.uint8)) for rank in others}
+        incoming = {rank: Message(3, take) for rank in others}
+        sent, found = deliver(gather, outgoing, incoming, failure if gather.rank == 0 else None)
+        return sent, found, sorted(came)
+
+    outcomes = run_ranks(size, exchange, timeout_s=20)
+    assert [found for _, found, _ in outcomes] == [failure] + [None] * (size - 1)
+    assert all(sent == Traffic(size - 1, 3 * (size - 1)) for sent, _, _ in outcomes)
+    assert outcomes[0][2] == []  # it takes what comes, and uses nothing of it
+    for rank in range(1, size):
+        assert outcomes[rank][2] == [[0] * 3, *([1 + other] * 3 for other in range(1, size) if other != rank)]
+
+
 def test_a_message_that_cannot_be_used_does_not_stop_those_that_follow():
     def refuse(_):
         raise ValueError("no room")

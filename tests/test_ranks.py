@@ -129,7 +129,7 @@ def test_per_rank_error(three, size, problems_of):
 
     for problems in run_ranks(size, loading):
         assert [(type(p).__name__, p.key) for p in problems] == [("PerRankError", "rng")] * len(problems)
-        assert (problems[0].expected, problems[0].found) == ("3 ranks", f"{size} ranks")
+        assert (problems[0].expected, problems[0].found) == ("3 ranks", "1 rank" if size == 1 else f"{size} ranks")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -169,15 +169,6 @@ def test_plain_values_and_tensors_must_agree_unless_trusted(tmp_path, fast, prob
     loaded = open_checkpoint(tmp_path / "a").state()
     assert loaded["lr"] == 0.0
     assert len(set(loaded["w"])) == 1
-
-
-def test_a_tie_on_one_rank_only_is_no_tie(tmp_path, fast):
-    def saving(gather):
-        w = np.arange(3)
-        state = {"a": w, "b": w if gather.rank else w.copy()}
-        return save(state, tmp_path / "a", policy=fast, process_group=gather)
-
-    assert run_ranks(2, saving)[0].aliases == ()
 
 
 # Failing together

@@ -209,3 +209,50 @@ def test_holes_casts_and_lost_chunks_are_errors(four, tmp_path):
 def test_no_checkpoint_is_an_error_on_every_rank(four, tmp_path):
     outcomes = four.outcomes(load_as, str(tmp_path / "none"), "float32")
     assert all("CheckpointException" in outcome.text for outcome in outcomes)
+
+
+IMPATIENT = fc.SavePolicy(object_codec="torch", timeout_s=60)
+
+
+def held(step, broken=None):
+    """Return a state; on rank `broken` it holds a tensor without data, which our writer finds and nothing before it."""
+    import torch
+
+    device = "meta" if launch.rank() == broken else "cpu"
+    own = {f"own{launch.rank()}": torch.ones(3, device=device)}
+    return {"w": placed(launch.values(64, 8, seed=step), "S0"), **own}
+
+
+def save_in_turn(path, kinds):
+    """Save again and again in several ways; those that fail on one rank must fail on all, the others must not."""
+    for step, kind in enumerate(kinds):
+        target = f"{path}/{step}"
+        options = {"storage_writer": writer(target, policy=IMPATIENT)}
+        if kind == "alone":
+            dcp().save(held(step), use_collectives=False, **options)
+        elif "async" in kind:
+            dcp().async_save(held(step), **options).result()
+        elif kind == "broken":
+            with pytest.raises(BaseException, match="meta"):
+                dcp().save(held(step, broken=1), **options)
+        else:
+            dcp().save(held(step), **options)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("async", "async", "broken", "async", "async", "save") * 2,
+        ("broken", "async", "broken", "async"),
+        ("broken", "alone", "broken", "save", "alone"),
+    ],
+    ids=["all", "async", "alone"],
+)
+def test_saves_after_one_that_failed_on_one_rank(two, tmp_path, kinds):
+    """What waits for ranks of a save that failed elsewhere must not meet those of the next one."""
+    for outcome in two.outcomes(save_in_turn, str(tmp_path), kinds, limit_s=100.0):
+        assert outcome.error is None, outcome.text
+        assert outcome.seconds < IMPATIENT.timeout_s  # nobody has waited for the timeout
+    whole = [str(step) for step, kind in enumerate(kinds) if kind != "broken"]
+    assert sorted(os.listdir(tmp_path)) == sorted(whole)
+    assert all(fc.verify(tmp_path / name).ok for name in whole)
