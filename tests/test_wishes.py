@@ -146,6 +146,8 @@ PREFIXES = {
     # policy: the problem's words, None for none
     "misspelt": (LoadPolicy(keys="modle"), f"LoadPolicy.keys {NO_KEY} 'modle'. Did you mean 'model'?"),
     "one of two": (LoadPolicy(keys=["step", "model.c"]), f"{NO_KEY} 'model.c'. Did you mean 'model."),
+    "a pattern": (LoadPolicy(keys="model.a*"), f"{NO_KEY} 'model.a*'. It is no pattern: 'model' holds all keys below"),
+    "a pattern of all": (LoadPolicy(keys="*"), "It is no pattern: '' holds all keys"),
     "the end of a key": (LoadPolicy(keys="b"), "Did you mean 'model.b'?"),
     "none": (LoadPolicy(keys=lambda key: key == "c"), "LoadPolicy.keys selects nothing. `like` has 'model.a', "),
     "none at all": (LoadPolicy(keys=()), "LoadPolicy.keys selects nothing"),
