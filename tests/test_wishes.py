@@ -86,7 +86,8 @@ class Named:
         return os.fspath(self.path)
 
 
-def test_paths_of_every_kind(tmp_path, fast, same):
+def test_paths_of_every_kind(tmp_path, fast, same, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a path that is misread is seen among the names
     kinds = [
         tmp_path / "a", str(tmp_path / "b"), Named(tmp_path / "c"), f"file://{tmp_path}/d", f"FILE://{tmp_path}/e",
         f"file://localhost{tmp_path}/f", tmp_path / "s3:" / "g",
@@ -272,7 +273,8 @@ def test_what_is_no_path_for_a_distributed_checkpoint(path, here, problems_of):
     assert "path" in str(problem)
 
 
-def test_a_distributed_checkpoint_under_a_file_url(tmp_path):
+def test_a_distributed_checkpoint_under_a_file_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     torch = pytest.importorskip("torch")
     from functional_ckpt.torch import mapping, serialization
 
