@@ -11,23 +11,24 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from functional_ckpt.errors import CorruptionError, ObjectCodecError
 from functional_ckpt.plan.manifest import canonical
 from functional_ckpt.store.data_types import DATA_DECODERS, encode_data
 
-__all__ = ["MAX_INLINE_NBYTES", "decode_text", "decode_value", "encode_value", "is_plain", "plain_text"]
+__all__ = [
+    "MAX_INLINE_NBYTES", "decode_text", "decode_value", "encode_value", "is_plain", "plain_text", "refuse_colliding",
+]  # fmt: skip
 
 #: Longest text of a value that stands in the manifest; a longer one is an array of its bytes.
 MAX_INLINE_NBYTES = 64 * 2**10
 
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, struct.error, RuntimeError, ArithmeticError)
+_MAX_COLLISIONS = 1000
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-#: Items of one set or dict that may have one hash. More are a trap: each new one is compared with all before it.
-_MAX_ALIKE = 64
 
 
 class _NotPlainError(Exception):
@@ -177,11 +178,29 @@ def _decoded(body: list[Any]) -> list[Any]:
 
 
 def _spread(items: Iterable[Any]) -> list[Any]:
-    """Return the items of a set or the keys of a dict, unless so many have one hash that building it takes long."""
+    """Return the items of a set or the keys of a dict."""
     found = list(items)
-    if len(found) > _MAX_ALIKE and max(Counter(map(hash, found)).values()) > _MAX_ALIKE:
-        raise ValueError(f"more than {_MAX_ALIKE} items have one hash")
+    refuse_colliding(found)
     return found
+
+
+def refuse_colliding(items: Iterable[Hashable]) -> None:
+    """Raise ValueError if so many items have one hash that a set of them would take the square of their number.
+
+    Nobody holds such values, but ints that differ by multiples of 2**61 - 1 are easily written.
+
+    Examples
+    --------
+    >>> refuse_colliding([1, 2, 2**61])
+    """
+    first: dict[int, Hashable] = {}
+    others: Counter[int] = Counter()
+    for item in items:
+        found = hash(item)
+        if first.setdefault(found, item) != item:
+            others[found] += 1
+            if others[found] > _MAX_COLLISIONS:
+                raise ValueError(f"more than {_MAX_COLLISIONS} keys or items have one hash")
 
 
 def _items(value: Any) -> list[Any]:
