@@ -280,12 +280,8 @@ def hang(path, rank, seconds):
         save(path, IMPATIENT)
 
 
-def again(path):
-    save(path, IMPATIENT)
-
-
 def test_a_rank_that_hangs_is_named_in_time(four, tmp_path):
-    four.run(again, tmp_path / "before")
+    four.run(save, tmp_path / "before")
     outcomes = four.outcomes(hang, tmp_path / "a", 2, HANG_S)
     for outcome in outcomes:
         assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
@@ -296,8 +292,7 @@ def test_a_rank_that_hangs_is_named_in_time(four, tmp_path):
     # The rank that was late has lost its place to write to; what it wrote there after all is swept.
     fc.sweep(tmp_path)
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    four.run(again, tmp_path / "a")
-    assert fc.verify(tmp_path / "a").ok
+    check_works(four, tmp_path / "a")
 
 
 def test_a_late_rank_leaves_nothing_behind(four, tmp_path):
@@ -318,7 +313,7 @@ def test_what_all_ranks_gave_up_is_not_published(four, tmp_path):
 
 def die(path, rank, name):
     """Save a first time, so that connections exist; then die within the second save."""
-    save(path.with_name("before"), IMPATIENT)
+    save(path.with_name("before"))
     with on(rank, lambda: os._exit(1), lambda found: name in found):
         save(path, IMPATIENT)
 
@@ -336,8 +331,7 @@ def test_a_rank_that_dies_is_named_at_once(four, tmp_path, rank, name):
     if rank == 0:  # nobody is left to clean up but the next sweep
         assert len(fc.sweep(tmp_path)) > 0
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    four.run(again, tmp_path / "a")
-    assert fc.verify(tmp_path / "a").ok
+    check_works(four, tmp_path / "a")
 
 
 def absent(path, rank):
@@ -346,15 +340,14 @@ def absent(path, rank):
 
 
 def test_a_rank_that_never_comes_is_named(four, tmp_path):
-    """Not even the connections exist yet: this timeout is used here alone."""
+    """Not even the connections exist."""
     for outcome in four.outcomes(absent, tmp_path / "a", 1):
         if outcome.rank != 1:
             assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
             assert outcome.error.rank == (1,)
             assert outcome.seconds < TIMEOUT_S + 1
     assert not list(tmp_path.iterdir())
-    four.run(absent, tmp_path / "a", None)
-    assert fc.verify(tmp_path / "a").ok
+    check_works(four, tmp_path / "a")
 
 
 def in_thread(path):

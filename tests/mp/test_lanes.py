@@ -154,7 +154,6 @@ def test_ranks_that_call_different_things_are_told_what_each_called(two, tmp_pat
         other = calls[1 - outcome.rank]
         place = "stored" if other == "load" else "new"
         assert f"{other} of '{place}'" in str(outcome.error)
-        assert outcome.seconds < SHORT_S + 5
     two.run(stored, tmp_path / "again")
 
 
@@ -164,9 +163,7 @@ def with_timeouts_of_ones_own(path):
 
 
 def test_ranks_may_wait_for_different_times(two, tmp_path):
-    for outcome in two.outcomes(with_timeouts_of_ones_own, tmp_path):
-        assert outcome.error is None, outcome.text
-        assert outcome.seconds < 15  # nobody has waited for a timeout
+    two.run(with_timeouts_of_ones_own, tmp_path)
     assert all(fc.verify(tmp_path / str(number)).ok for number in range(3))
 
 
