@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from functional_ckpt.errors import CheckpointError, RankFailedError, SpecError
+from functional_ckpt.errors import CheckpointError, RankFailedError
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.board import Board
 from functional_ckpt.torch.wires import MismatchError, Patience, WireError, Wires
@@ -191,7 +191,7 @@ class Lane:
         """Return the error for what the ranks have said."""
         if any(note.is_mixed for note in notes):
             called = {note.rank: f"rank {note.rank}: {note.what}" for note in notes}
-            return SpecError(
+            return RankFailedError(
                 "the ranks call different things at the same time", None, None,
                 found="; ".join(called[rank] for rank in sorted(called)),
                 remedy="Call the same on all ranks, in the same order",
