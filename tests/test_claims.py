@@ -266,6 +266,26 @@ def late_save(path, policy):
     return try_ranks(2, run)
 
 
+def test_what_a_failed_save_cannot_remove_is_left_with_its_claim(tmp_path, monkeypatch):
+    """Without the claim nobody could tell whose it is, and no save would ever work there again."""
+
+    def refuse(self, names):
+        raise StorageError("deleting failed")
+
+    def fail(progress):
+        if progress.phase == "publish":
+            monkeypatch.setattr(FileStore, "delete", refuse)
+            raise OSError("the first cause")
+
+    with pytest.raises(StorageError, match="the first cause") as caught:
+        save(state(1), tmp_path / "a", policy=MARKER, progress=fail)
+    assert "could not be removed" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    assert (tmp_path / "a/w/c.0").exists()
+    save(state(2), tmp_path / "a", policy=MARKER)
+    assert step_of(tmp_path / "a") == 2
+
+
 @pytest.mark.parametrize("codecs", ["", "zstd"])
 def test_a_late_rank_writes_nothing_more(codecs, tmp_path):
     policy = SavePolicy(commit="marker", durability="none", layout=coded(codecs))
