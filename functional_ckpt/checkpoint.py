@@ -25,7 +25,7 @@ from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
-from functional_ckpt.store.values import decode_text
+from functional_ckpt.store.values import decode_text, refuse_colliding
 
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
 
@@ -190,6 +190,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         leaves += [(_path(alias.path, alias.key), self[alias.target]) for alias in manifest.aliases]
         leaves += [(_path(v.path, v.key), decode_text(v.key, v.text)) for v in manifest.values]
         try:
+            refuse_colliding(item.value for path, _ in leaves for item in path if isinstance(item, DictKey))
             return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
         except (ValueError, RecursionError) as error:
             raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None

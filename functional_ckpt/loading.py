@@ -324,9 +324,10 @@ class _Seeker:
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
             return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+        before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
         raise PerRankError(
-            "values that differ by rank were saved by another number of ranks", key, None, None, None,
-            f"{saved} ranks", f"{now} ranks", "Pass LoadPolicy(per_rank='first') or a function that deals them out",
+            "values that differ by rank were saved by another number of ranks", key, None, None, None, before, after,
+            "Pass LoadPolicy(per_rank='first') or a function that deals them out",
         )  # fmt: skip
 
     def _rank_value(self, key: str, rank: int, like: Any) -> Any:

@@ -117,6 +117,20 @@ def test_a_damaged_manifest(damage, saved, like, problems_of):
         assert "manifest.json" in problem.path
 
 
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"{}",
+                                    lambda data: data.replace(b"functional_ckpt", b"functional_cxpt")])  # fmt: skip
+def test_a_damaged_root_is_no_missing_checkpoint(damage, saved, like, problems_of):
+    """Who begins anew where there is no checkpoint must not do so here."""
+    edit(saved / "zarr.json", damage)
+    for function in (lambda p: load(like, p), open_checkpoint, verify, functional_ckpt.read_manifest):
+        (problem,) = problems_of(function, saved)
+        assert type(problem).__name__ == "CorruptionError"
+        assert problem.path == str(saved / "zarr.json")
+    (saved / "manifest.json").write_text("{}")  # of somebody else
+    (problem,) = problems_of(load, like, saved)
+    assert type(problem).__name__ == "NotACheckpointError"
+
+
 def rewrite_manifest(path, change):
     document = json.loads((path / "manifest.json").read_bytes())
     change(document)

@@ -11,14 +11,15 @@ import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from functional_ckpt.errors import CorruptionError, ObjectCodecError
 
-__all__ = ["decode_text", "decode_value", "encode_value", "is_plain"]
+__all__ = ["decode_text", "decode_value", "encode_value", "is_plain", "refuse_colliding"]
 
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError, OverflowError)
+_MAX_COLLISIONS = 1000
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -129,7 +130,35 @@ def _pairs(value: dict[Any, Any]) -> list[Any]:
 
 
 def _from_pairs(pairs: list[Any]) -> dict[Any, Any]:
-    return {decode_value(key): decode_value(item) for key, item in pairs}
+    decoded = [(decode_value(key), decode_value(item)) for key, item in pairs]
+    refuse_colliding(key for key, _ in decoded)
+    return dict(decoded)
+
+
+def _distinct(body: list[Any]) -> list[Any]:
+    """Return the items of a set."""
+    items = [decode_value(item) for item in body]
+    refuse_colliding(items)
+    return items
+
+
+def refuse_colliding(items: Iterable[Hashable]) -> None:
+    """Raise ValueError if so many items have one hash that a set of them would take the square of their number.
+
+    Nobody holds such values, but ints that differ by multiples of 2**61 - 1 are easily written.
+
+    Examples
+    --------
+    >>> refuse_colliding([1, 2, 2**61])
+    """
+    first: dict[int, Hashable] = {}
+    others: Counter[int] = Counter()
+    for item in items:
+        found = hash(item)
+        if first.setdefault(found, item) != item:
+            others[found] += 1
+            if others[found] > _MAX_COLLISIONS:
+                raise ValueError(f"more than {_MAX_COLLISIONS} keys or items have one hash")
 
 
 def _items(value: Any) -> list[Any]:
@@ -163,8 +192,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "~tuple": lambda body: tuple(decode_value(item) for item in body),
     "~bytes": lambda body: base64.b64decode(body, validate=True),
     "~complex": lambda body: complex(*map(decode_value, body)),
-    "~set": lambda body: {decode_value(item) for item in body},
-    "~frozenset": lambda body: frozenset(decode_value(item) for item in body),
+    "~set": lambda body: set(_distinct(body)),
+    "~frozenset": lambda body: frozenset(_distinct(body)),
     "~range": lambda body: range(*body),
     "~counter": lambda body: Counter(_from_pairs(body)),
     "~ordered": lambda body: OrderedDict(_from_pairs(body)),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.errors import (
     CastError,
     GapError,
@@ -17,6 +18,7 @@ from functional_ckpt.errors import (
     report,
 )
 from functional_ckpt.objects import object_from_bytes
+from functional_ckpt.plan.field import refuse
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.mismatch import listed
@@ -44,7 +46,7 @@ from functional_ckpt.torch.dcp import (
 )
 from functional_ckpt.torch.tensors import DTYPE_NAMES, TORCH_DTYPES
 
-__all__ = ["StrictLoadPlanner", "StrictSavePlanner", "global_save_plan", "load_plan", "local_save_plan"]
+__all__ = ["StrictLoadPlanner", "StrictSavePlanner", "check_unused", "global_save_plan", "load_plan", "local_save_plan"]
 
 
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
@@ -155,6 +157,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, policy: LoadPolicy = LoadPolicy(), **options: Any) -> None:
+        check_policy(self, policy, LoadPolicy)
+        check_unused(self, policy)
         options.setdefault("allow_partial_load", policy.strict.missing != "raise")
         super().__init__(**options)
         self.policy = policy
@@ -222,6 +226,21 @@ def _nbytes(item: WriteItem) -> int:
 def _read_item(read: ArrayRead, shard: ShardSpec, entry: ArrayEntry) -> ReadItem:
     number = next(i for i, fragment in enumerate(fragments(shard)) if fragment == read.target)
     return read_item(read.key, read.box, read.target.box, entry.spec.box, number)
+
+
+def check_unused(owner: object, policy: LoadPolicy) -> None:
+    """Raise `PolicyError` for a field that says what to load, which ``torch.distributed.checkpoint`` decides.
+
+    Examples
+    --------
+    >>> check_unused("a reader", LoadPolicy(cast="any"))
+    """
+    for name in ("keys", "rename", "per_rank", "allow_shape_mismatch", "device", "read_once"):
+        value = getattr(policy, name)
+        if value != getattr(LoadPolicy(), name):
+            raise refuse(
+                owner, name, "the default", value, "DCP decides what is loaded: select and rename in the state"
+            )
 
 
 def _act(action: str, problems: Sequence[ProblemError]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.loading import read_object
 from functional_ckpt.plan.load import plan_load
@@ -32,6 +33,7 @@ from functional_ckpt.torch.dcp import (
     stored_metadata,
     streamed,
 )
+from functional_ckpt.torch.planner import check_unused
 from functional_ckpt.torch.tensors import TORCH_LEAVES
 
 __all__ = ["ZarrStorageReader", "has_store"]
@@ -50,6 +52,8 @@ class ZarrStorageReader(StorageReader):
 
     Raises
     ------
+    PolicyError
+        For a policy that says what to load (`keys`, `rename`, ...): DCP decides that.
     CheckpointError
         Within DCP's ``CheckpointException``: for a chunk that is missing, short or corrupt, an element of a
         destination that nothing is read for, a change of data type, an object of a class that is not allowed.
@@ -69,6 +73,8 @@ class ZarrStorageReader(StorageReader):
 
     def __init__(self, path: str | Path, *, policy: LoadPolicy = LoadPolicy()) -> None:
         super().__init__()
+        check_policy(self, policy, LoadPolicy)
+        check_unused(self, policy)
         self.path, self.policy = path, policy
         self._opened: _Opened | None = None
 

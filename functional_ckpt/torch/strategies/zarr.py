@@ -7,6 +7,7 @@ may lie beside it; the common half is a checkpoint of its own in ``.common``, a 
 import argparse
 import codecs
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.api import async_save, load, named, save
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
@@ -101,6 +103,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         process_group: Any = None,
     ) -> None:
         super().__init__(backend, version)
+        check_policy(self, policy, SavePolicy)
         self.policy = attrs.evolve(policy, replicas="declared", replicated="trust", commit="marker")
         self.process_group = process_group
 
@@ -182,6 +185,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     """
 
     def __init__(self, *, policy: LoadPolicy = LOAD_POLICY, process_group: Any = None) -> None:
+        check_policy(self, policy, LoadPolicy)
         self.policy = attrs.evolve(policy, strict=Strict("raise", "ignore"))
         self.process_group = process_group
 
@@ -258,6 +262,7 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
 
     def __init__(self, backend: str = BACKEND, version: int = VERSION, *, policy: SavePolicy = SavePolicy()) -> None:
         super().__init__(backend, version)
+        check_policy(self, policy, SavePolicy)
         self.policy = attrs.evolve(policy, object_codec="torch", commit="auto")
 
     @property
@@ -359,7 +364,7 @@ def _sealed(common_state_dict: StateDict) -> Any:
 
 
 def _below(checkpoint_dir: str | Path, name: str) -> str:
-    return f"{str(checkpoint_dir).rstrip('/')}/{name}"
+    return f"{os.fspath(checkpoint_dir).rstrip('/')}/{name}"
 
 
 for _action, _strategy in (
