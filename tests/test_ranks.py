@@ -171,15 +171,6 @@ def test_plain_values_and_tensors_must_agree_unless_trusted(tmp_path, fast, prob
     assert len(set(loaded["w"])) == 1
 
 
-def test_a_tie_on_one_rank_only_is_no_tie(tmp_path, fast):
-    def saving(gather):
-        w = np.arange(3)
-        state = {"a": w, "b": w if gather.rank else w.copy()}
-        return save(state, tmp_path / "a", policy=fast, process_group=gather)
-
-    assert run_ranks(2, saving)[0].aliases == ()
-
-
 # Failing together
 
 

@@ -217,7 +217,7 @@ class Model:
 
 LEAVES = {
     "a module": (Model(), "Save its state_dict()"),
-    "a tuple of arrays": ((np.ones(2), np.ones(2)), "Make the tuple a list"),
+    "a tuple of arrays": ((np.ones(2), np.array([None])), "Make the tuple a list"),
     "a generator": ((array for array in [np.ones(2)]), "Make it a list"),
     "a mapping": (type("Settings", (dict,), {})(a=1), "Make it a dict"),
     "a function": (len, "SavePolicy(object_codec='torch')"),

@@ -4,9 +4,6 @@ The sharded half is a checkpoint in the directory itself, committed by its root 
 may lie beside it; the common half is a checkpoint of its own in ``.common``, a name that no stored array can have.
 """
 
-import argparse
-import codecs
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -50,7 +47,6 @@ from functional_ckpt.torch.strategies.removal import remove_arrays
 __all__ = [
     "BACKEND",
     "LOAD_POLICY",
-    "SAFE_GLOBALS",
     "SAVE_POLICY",
     "VERSION",
     "ZarrLoadCommonStrategy",
@@ -63,17 +59,11 @@ __all__ = [
 BACKEND, VERSION = "functional_ckpt", 1
 COMMON, OBJECTS = ".common", ".objects"
 
-#: Classes that stored objects may hold besides plain ones and tensors: random states of numpy, and what scripts keep.
-SAFE_GLOBALS: tuple[Any, ...] = (
-    np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0], codecs.encode, io.BytesIO,
-    argparse.Namespace, *(type(np.dtype(code)) for code in np.typecodes["All"]),
-)  # fmt: skip
-
 #: How sharded leaves are saved by default: flat shards end anywhere, and smaller chunks mean that less of them moves.
 SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
 #: How both load strategies load by default.
-LOAD_POLICY = LoadPolicy(cast="any", safe_globals=SAFE_GLOBALS)
+LOAD_POLICY = LoadPolicy()
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -174,7 +164,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     ----------
     policy
         How to load. What the state dict lacks is left out, and what the checkpoint lacks is an error, whatever it says;
-        by default the data type of the destination wins.
+        by default a change of data type is an error too.
     process_group
         Ranks that load together; None for the default group.
 
@@ -307,7 +297,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
         Classes that objects in it may have, see `LoadPolicy`.
     """
 
-    def __init__(self, *, safe_globals: Any = SAFE_GLOBALS) -> None:
+    def __init__(self, *, safe_globals: Any = ()) -> None:
         self.safe_globals = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals).safe_globals
 
     @property
