@@ -142,6 +142,24 @@ def test_two_sweeps_at_once(commit_mode, tmp_path):
     assert at > 10
 
 
+def test_a_tree_that_grows_while_it_is_removed(tmp_path):
+    """By a rank that is late."""
+    leave_leftovers(tmp_path / "p", "rename")
+    late = []
+
+    def write(call):
+        if call.name == "rmdir" and len(late) < 9:
+            path = tmp_path / f"p/.a.{ID}.saving/late{len(late)}"
+            late.append(path)
+            path.touch()
+        return call.do()
+
+    with watched(tmp_path, write):
+        sweep(tmp_path / "p")
+    assert len(late) == 9
+    assert list((tmp_path / "p").iterdir()) == []
+
+
 def leave_leftovers(place, commit_mode):
     place.mkdir()
     if commit_mode == "rename":
