@@ -75,6 +75,94 @@ MUTANTS = (
         '{"mode": "os"}', '{"mode": "none"}', ("tests/test_claims.py", "-k", "lock"),
     ),
     Mutant(
+        "a root is linked before it is durable", "store/files.py",
+        'None, self.sync != "none")', 'None, self.sync == "fsync")', ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "new parents are not synced", "store/directories.py",
+        "sync_directory(directory.parent)", "pass", ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "a claim in place is not synced", "store/claim.py",
+        "            os.fsync(self._file or 0)", "            pass", ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "the exchange is not synced", "store/target.py",
+        "        notes += synced(final.parent)", "        pass", ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "ranks other than 0 do not sync", "saving.py",
+        "            store.flush()", "            pass", ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "one process does not look for its chunks", "saving.py",
+        "    _check_presence(written.store", "    gather.size > 1 and _check_presence(written.store",
+        ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "a late rank goes on writing", "store/files.py",
+        "        if self.guard is None:", "        if True:", ("tests/test_claims.py",),
+    ),
+    Mutant(
+        "who writes part of a chunk does not look at the claim", "store/chunk.py",
+        "        store.check_guard()", "        pass", ("tests/test_claims.py",),
+    ),
+    Mutant(
+        "a save publishes without its claim", "saving.py",
+        "claim is not None and not claim.is_held()", "False", ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "rank 0 counts from when it goes on", "saving.py",
+        "written.checked_s + timeout_s", "time.monotonic() + timeout_s", ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "a later checkpoint is replaced", "store/target.py",
+        "    replaced = replaceable.require(final, final)", "    replaced = identity_of(final)",
+        ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "what came out of the exchange is not looked at", "store/target.py",
+        "        if identity_of(work) != replaced:", "        if False:", ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "a save that waited may not replace the one before it", "store/target.py",
+        "        if save_id in self.earlier:", "        if False:", ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "a step that took effect counts as failed", "store/target.py",
+        "        return identity_of(final) == mine", "        return False",
+        ("tests/soak/test_faults.py", "-k", "after"),
+    ),
+    Mutant(
+        "closing a file hides what failed", "store/files.py",
+        "suppress(OSError):  # it must not hide what failed", "suppress(ValueError):",
+        ("tests/test_faults.py",),
+    ),
+    Mutant(
+        "claims of other machines are swept", "store/claim.py",
+        'return "dead" if same else "foreign"', 'return "dead"', ("tests/test_claims.py",),
+    ),
+    Mutant(
+        "the claim of a late save is removed", "store/commit.py",
+        "        claim.set_aside()", "        pass", ("tests/test_claims.py",),
+    ),
+    Mutant(
+        "a claim that is swept is not made again", "store/claim.py",
+        "                continue\n", "                raise\n", ("tests/test_claims.py",),
+    ),
+    Mutant(
+        "a store makes its root", "store/files.py",
+        "        if directory:", "        if True:", ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "the exchange is not tried before", "store/commit.py",
+        "        exchange_paths(one, other)", "        pass", ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "a sweep cleans up beside a live save", "store/sweep.py",
+        "        if not live and (dead", "        if (dead", ("tests/test_claims.py",),
+    ),
+    Mutant(
         "a failed rank sends nothing", "store/exchange.py",
         "return np.zeros(message.nbytes, np.uint8), failure", "return _NOTHING, failure",
         ("tests/test_exchange.py", "-k", "nobody_waiting"),
