@@ -174,8 +174,9 @@ def test_directories_without_a_checkpoint(saved, like, tmp_path, problems_of):
 
 
 def test_an_object_whose_bytes_changed(tmp_path, problems_of):
-    pytest.importorskip("torch")
-    save({"o": {1, (2,)}, "x": slice(1)}, tmp_path / "a", policy=SavePolicy(object_codec="torch", durability="none"))
+    torch = pytest.importorskip("torch")
+    state = {"o": {1, (2,)}, "x": (torch.ones(2), 1)}
+    save(state, tmp_path / "a", policy=SavePolicy(object_codec="torch", durability="none"))
     entry = open_checkpoint(tmp_path / "a").manifest.by_key["x"]
     assert entry.codec == "torch"
     chunk = tmp_path / "a/x/c.0"

@@ -1,13 +1,13 @@
 """Hostile checkpoints and directories: an error of ours, no abort, no hang, nothing of others deleted."""
 
 import contextlib
+import difflib
 import enum
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -126,14 +126,14 @@ def test_a_path_with_dots_and_codecs(tmp_path, monkeypatch):
 def test_pipes_in_place_of_files_do_not_hang(name, coded):
     (coded / name).unlink()
     os.mkfifo(coded / name)
-    done = outcome(BEGIN + READS + WRITES, coded, seconds=20)
+    done = outcome(BEGIN + READS + WRITES, coded, seconds=100)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [f".{ID}.claim", f".x.{ID}.claim"])
 def test_pipes_in_place_of_claims_do_not_hang(name, tmp_path):
     os.mkfifo(tmp_path / name)
-    done = outcome(BEGIN + WRITES, tmp_path, seconds=20)
+    done = outcome(BEGIN + WRITES, tmp_path, seconds=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -195,13 +195,15 @@ def test_a_claim_nested_too_deeply_is_a_leftover(tmp_path):
     assert sweep(tmp_path) == (str(tmp_path / f".{ID}.claim"),)
 
 
-def test_hints_do_not_cost_more_than_the_load(tmp_path):
+def test_hints_do_not_cost_more_than_the_load(tmp_path, monkeypatch):
+    """To compare a name with all others takes milliseconds: it is done for the few that are named."""
+    compared, compare = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *a, **k: compared.append(a) or compare(*a, **k))
     names = [(i, k) for i in range(150) for k in "qkvo"]
     save({f"model.layers.{i}.self_attn.{k}_proj.weight": 1 for i, k in names}, tmp_path / "a")
     like = {f"module.layers.{i}.attention.{k}.weight": 1 for i, k in names}
-    started = time.perf_counter()
     load(like, tmp_path / "a", policy=LoadPolicy(strict=Strict(missing="ignore", unexpected="ignore")))
-    assert time.perf_counter() - started < 2
+    assert len(compared) < 10
 
 
 BAD = {  # what is wrong with it, and where it must show at the latest

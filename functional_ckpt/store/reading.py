@@ -213,7 +213,7 @@ def _root_problem(store: Store, manifest: Manifest) -> ProblemError | None:
         ours = root["attributes"][FORMAT]
         made = (json.loads(root_metadata(manifest, ours["manifest"], consolidate)) for consolidate in (True, False))
         # Who wrote a later minor version knows what else belongs there.
-        if ours["version"] != list(VERSION) or root in made:
+        if tuple(ours["version"]) > VERSION or root in made:
             return None
     except ProblemError as error:
         return error

@@ -1,13 +1,12 @@
 """A torch process group as a `Gather`."""
 
-import atexit
 import os
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import attrs
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from functional_ckpt.comm import Gather, LocalGather
 from functional_ckpt.errors import RankFailedError, SpecError
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.board import Board
-from functional_ckpt.torch.lane import Call, Lane, hang_up
+from functional_ckpt.torch.lane import Call, Lane
 
 __all__ = ["Link", "TorchGather", "member_link", "torch_gather"]
 
@@ -176,7 +175,7 @@ def _lane(parent: Any, rank: int, members: tuple[int, ...], name: str, once: str
 
 
 def _board(parent: Any) -> Board:
-    if _FORKED:
+    if dist.group.WORLD in _FORKED:
         raise SpecError(
             "this process was forked from a rank, and is none itself", rank=dist.get_rank(),
             remedy="Pass process_group=functional_ckpt.comm.LocalGather() there",
@@ -205,15 +204,16 @@ def _store_of(group: Any) -> Any:
 
 _BOARDS: "WeakKeyDictionary[Any, Board]" = WeakKeyDictionary()
 _LANES: "WeakKeyDictionary[Any, dict[str, Lane]]" = WeakKeyDictionary()
-#: Not empty in a process forked from one that has torch and this module.
-_FORKED: list[int] = []
+#: In a forked process, the default group of its parent.
+_FORKED: "WeakSet[Any]" = WeakSet()
 
 
 def _forget() -> None:
-    """Close what was inherited: connections stay open as long as any process holds them."""
-    hang_up()
-    _FORKED.append(os.getpid())
+    """Remember of which group this process is no member; its lanes and boards are the parent's."""
+    _LANES.clear()
+    _BOARDS.clear()
+    if dist.is_available() and dist.is_initialized():
+        _FORKED.add(dist.group.WORLD)
 
 
 os.register_at_fork(after_in_child=_forget)
-atexit.register(hang_up)

@@ -5,8 +5,10 @@ it. What the ranks do there together is a `Call`, and each message says to which
 that broke are not used again: the lane goes on with new ones, a generation further.
 """
 
+import atexit
 import contextlib
 import json
+import os
 import threading
 import time
 import weakref
@@ -21,7 +23,7 @@ from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.board import Board
 from functional_ckpt.torch.wires import MismatchError, Patience, WireError, Wires
 
-__all__ = ["Call", "Lane", "hang_up"]
+__all__ = ["Call", "Lane"]
 
 T = TypeVar("T")
 #: How long a rank that has lost the others waits for them to say that they have lost it too.
@@ -286,10 +288,12 @@ class Call:
             raise WireError(f"rank {notes[0].rank} gave up: {notes[0].text}")
 
 
-def hang_up() -> None:
+def _hang_up() -> None:
     """Close all connections: at exit, and in a forked child, which would keep those of its parent open."""
     for lane in list(_LANES):
         lane.hang_up()
 
 
 _LANES: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_hang_up)
+atexit.register(_hang_up)
