@@ -47,19 +47,6 @@ MUTANTS = (
         "sync_directory(self._prefix + directory)", "pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
-        "the root of a save in place is not synced before it has its name", "store/files.py",
-        'len(data), None, self.sync != "none")', "len(data), None, False)", ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
-        "a late rank does not look whether the save was given up", "store/files.py",
-        "        self.check_guard()", "        pass", ("tests/test_claims.py", "-k", "late"),
-    ),
-    Mutant(
-        "rank 0 does not look at its claim before it publishes", "saving.py",
-        "if claim is not None and not claim.is_held():", "if claim is None and not gather:",
-        ("tests/test_publishing.py", "-k", "lost_claim"),
-    ),
-    Mutant(
         "a rank looks at its own files instead of its neighbour's", "saving.py",
         "written.receipts[(gather.rank + 1) % gather.size]", "written.receipts[gather.rank]",
         ("tests/test_claims.py", "-k", "neighbour"),
