@@ -36,7 +36,10 @@ _ASK_S = 1.0
 
 @attrs.frozen
 class _Note:
-    """What a rank says when it gives up a call; `number` counts the calls of a generation."""
+    """What a rank says when it gives up a call; `number` counts the calls of a generation.
+
+    `is_over` says that it was told to stop, since some rank will not come to this call.
+    """
 
     rank: int
     number: int
@@ -44,6 +47,7 @@ class _Note:
     text: str
     lost: int | None
     is_mixed: bool
+    is_over: bool
 
 
 class Lane:
@@ -94,7 +98,7 @@ class Lane:
             If other ranks have given up this very call already: nobody would answer.
         """
         while self.notes(timeout_s) or self._is_broken:
-            ahead = (note for note in self._notes if note.number > self._number)
+            ahead = (note for note in self._notes if note.number > self._number and not note.is_over)
             late = [note for note in ahead if note.what == what or note.is_mixed]
             if self._is_once or (late and not self._is_broken):
                 self._is_broken = True
@@ -156,7 +160,7 @@ class Lane:
         """Tell the others that this rank goes no further, hang up, and return what to raise; ask why if it `asks`."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         lost, is_mixed = getattr(error, "lost", None), isinstance(error, MismatchError)
-        mine = _Note(self.rank, number, what, text, lost, is_mixed)
+        mine = _Note(self.rank, number, what, text, lost, is_mixed, not asks)
         self._is_broken = True
         if self.name in self._board.said:
             self.say(f"{what}, and has given up")

@@ -269,7 +269,7 @@ def tied(rank):
 
     weight = distribute_tensor(launch.values(5, 2), launch.mesh(4), [Shard(0)], src_data_rank=None)
     plain = launch.values(3)
-    return {"embed": weight, "head": weight.detach(), "a": plain, "b": plain.view(3)}
+    return {"embed": weight, "head": weight.detach(), "a": plain, "b": plain.view(3), "t": plain[:2]}
 
 
 def save_and_load_tied(path):
