@@ -135,7 +135,7 @@ MUTANTS = (
     ),
     Mutant(
         "a claim that is swept is not made again", "store/claim.py",
-        "                continue\n", "                raise\n", ("tests/test_claims.py",),
+        "                continue\n", "                raise\n", ("tests/test_sweeps.py",),
     ),
     Mutant(
         "a store makes its root", "store/files.py",
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "a sweep cleans up beside a live save", "store/sweep.py",
-        "        if not live and (dead", "        if (dead", ("tests/test_claims.py",),
+        "        if not live and (dead", "        if (dead", ("tests/test_sweeps.py",),
     ),
     Mutant(
         "a failed rank sends nothing", "store/exchange.py",
