@@ -1,6 +1,7 @@
 """The front door: `save`, `async_save`, `load`, `diff`. Values in, values out; the work is done behind it."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -168,7 +169,7 @@ def _refuse_base(base: object) -> None:
         raise NotImplementedYet("incremental saves come with a later release", remedy="Leave base=None")
 
 
-def named(path: str | Path) -> str:
+def named(path: object) -> str:
     """Return what a path is called, on whatever mount.
 
     Examples
@@ -176,7 +177,8 @@ def named(path: str | Path) -> str:
     >>> named("/data/run/step-100/")
     "'step-100'"
     """
-    return repr(str(path).rstrip("/").rpartition("/")[2])
+    text = str(path) if isinstance(path, str | os.PathLike) else type(path).__name__  # a state is long
+    return repr(text.rstrip("/").rpartition("/")[2])
 
 
 def _prepared(

@@ -7,7 +7,7 @@ from typing import Any
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 
-__all__ = ["check_load", "check_save"]
+__all__ = ["check_flag", "check_load", "check_policy", "check_save"]
 
 
 def check_save(
@@ -20,10 +20,8 @@ def check_save(
     >>> check_save("save", {}, "a", SavePolicy(), False, None, None)
     """
     _check_order(function, "state", state, path)
-    if not isinstance(policy, SavePolicy):
-        raise refuse(function, "policy", "a SavePolicy", policy)
-    if not isinstance(overwrite, bool):
-        raise refuse(function, "overwrite", "True or False", overwrite)
+    check_policy(function, policy, SavePolicy)
+    check_flag(function, "overwrite", overwrite)
     if attributes is not None and not isinstance(attributes, Mapping):
         raise refuse(function, "attributes", "a dict", attributes)
     _check_progress(function, progress)
@@ -37,9 +35,30 @@ def check_load(like: object, path: object, policy: object, progress: object) -> 
     >>> check_load({}, "a", LoadPolicy(), None)
     """
     _check_order("load", "like", like, path)
-    if not isinstance(policy, LoadPolicy):
-        raise refuse("load", "policy", "a LoadPolicy", policy)
+    check_policy("load", policy, LoadPolicy)
     _check_progress("load", progress)
+
+
+def check_policy(owner: object, policy: object, kind: type[SavePolicy] | type[LoadPolicy]) -> None:
+    """Raise `PolicyError` unless `policy` is of `kind`; `owner` is who takes it, or the name of a function.
+
+    Examples
+    --------
+    >>> check_policy("save", SavePolicy(), SavePolicy)
+    """
+    if not isinstance(policy, kind):
+        raise refuse(owner, "policy", f"a {kind.__name__}", policy)
+
+
+def check_flag(owner: object, name: str, value: object) -> None:
+    """Raise `PolicyError` unless the argument `name` is True or False: ``"no"`` is true, and nobody means that.
+
+    Examples
+    --------
+    >>> check_flag("save", "overwrite", False)
+    """
+    if not isinstance(value, bool):
+        raise refuse(owner, name, "True or False", value)
 
 
 def _check_order(function: str, name: str, first: object, path: object) -> None:

@@ -1,10 +1,12 @@
 """From a state tree to a `LocalState` and the buffers behind it: what a rank says of its leaves."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 
 from functional_ckpt.comm import Gather
 from functional_ckpt.errors import (
@@ -15,7 +17,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
-from functional_ckpt.objects import object_bytes
+from functional_ckpt.objects import object_bytes, trust_needed, warn_of_trust
 from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
 from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState, is_per_rank
 from functional_ckpt.policy import SavePolicy
@@ -24,8 +26,9 @@ from functional_ckpt.spec.mesh import relabelled
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
 from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.execute import content_digest
-from functional_ckpt.store.values import encode_value, is_plain
+from functional_ckpt.store.values import MAX_INLINE_NBYTES, plain_text
 
 __all__ = ["Captured", "capture", "terms_of"]
 
@@ -64,6 +67,7 @@ def capture(
         seen.guard(seen.add, path, leaf)
     seen.guard(seen.set_attributes, attributes or {})
     raise_problems(seen.problems)
+    warn_of_trust(seen.untrusted)
     common, own = attrs.evolve(seen.state(), terms=terms_of(policy, overwrite)).parted()
     buffers: list[Buffer] = []
     numbers: dict[str, range] = {}
@@ -88,6 +92,7 @@ class _Capture:
         self._copies: list[CopyDigest] = []
         self._attributes = "{}"
         self._keys: dict[str, Path] = {}
+        self.untrusted: dict[str, tuple[str, ...]] = {}
 
     def guard(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function`, and keep its problem for the report of all of them."""
@@ -137,8 +142,8 @@ class _Capture:
         if adapter is not None:
             held = adapter.hold(key, leaf, self.gather.rank)
             self._add_array(key, path, held, held.codec)
-        elif is_plain(leaf):
-            self._values.append(ValueEntry(key, canonical(encode_value(leaf)), path))
+        elif (text := plain_text({} if isinstance(leaf, defaultdict) and not leaf else leaf)) is not None:
+            self._add_text(key, path, text)
         elif self.policy.object_codec is None:
             raise UnsupportedLeafError(
                 "a leaf is neither an array nor a plain value", key, None, None, None,
@@ -161,9 +166,19 @@ class _Capture:
         self._keys[key] = path
         return key
 
+    def _add_text(self, key: str, path: Path, text: str) -> None:
+        if len(text) <= MAX_INLINE_NBYTES:
+            self._values.append(ValueEntry(key, text, path))
+        else:
+            self._add_bytes(key, path, np.frombuffer(text.encode(), np.uint8), "json")
+
     def _add_object(self, key: str, path: Path, leaf: Any) -> None:
         data = object_bytes(key, leaf)
-        self._add_array(key, path, NumpyLeaves().hold(key, data, self.gather.rank), self.policy.object_codec)
+        self.untrusted[key] = trust_needed(key, data)
+        self._add_bytes(key, path, data, self.policy.object_codec)
+
+    def _add_bytes(self, key: str, path: Path, data: Array, codec: str | None) -> None:
+        self._add_array(key, path, NumpyLeaves().hold(key, data, self.gather.rank), codec)
 
     def _add_array(self, key: str, path: Path, held: HeldArray, codec: str | None) -> None:
         self.buffers[key] = held.buffers
@@ -171,7 +186,8 @@ class _Capture:
         self._shards += () if held.copy or sharding is not None else held.all_shards(self.gather.rank)
         checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
         if checked and not is_per_rank(path):
-            self._copies.append(CopyDigest(held.spec, content_digest(held.buffers[0], held.spec)))
+            digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
+            self._copies.append(CopyDigest(held.spec, digest))
         leaf = ArrayLeaf(held.spec, path, codec, None, held.copy, sharding)
         self._arrays.append((leaf, held.identity))
 

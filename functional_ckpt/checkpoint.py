@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
-from functional_ckpt.loading import read_object
+from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.field import is_word, refuse
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
@@ -25,7 +25,7 @@ from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
-from functional_ckpt.store.values import decode_text
+from functional_ckpt.store.values import decode_text, refuse_colliding
 
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
 
@@ -185,11 +185,16 @@ class Checkpoint(Mapping[str, StoredArray]):
 
         Values that were saved as `PerRank` stand in a dict keyed by rank.
         """
-        manifest = self.manifest
-        leaves: list[tuple[Any, Any]] = [(_path(e.path, e.spec.key), self[e.spec.key]) for e in manifest.arrays]
+        manifest, long = self.manifest, ObjectReader(self._opened.store, ())
+        with self._opened.guard():
+            leaves: list[tuple[Any, Any]] = [
+                (_path(e.path, e.spec.key), long.read(e) if e.codec == "json" else self[e.spec.key])
+                for e in manifest.arrays
+            ]
         leaves += [(_path(alias.path, alias.key), self[alias.target]) for alias in manifest.aliases]
         leaves += [(_path(v.path, v.key), decode_text(v.key, v.text)) for v in manifest.values]
         try:
+            refuse_colliding(item.value for path, _ in leaves for item in path if isinstance(item, DictKey))
             return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
         except (ValueError, RecursionError) as error:
             raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None
@@ -206,8 +211,8 @@ class Checkpoint(Mapping[str, StoredArray]):
         """
         if not is_word(framework, *get_args(Framework)):
             raise refuse(self, "framework", "'numpy' or 'torch'", framework)
-        classes = LoadPolicy(safe_globals=safe_globals).safe_globals
         made: dict[str, Any] = {}
+        objects = ObjectReader(self._opened.store, LoadPolicy(safe_globals=safe_globals).safe_globals)
 
         def materialise(_path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, StoredArray):
@@ -215,15 +220,18 @@ class Checkpoint(Mapping[str, StoredArray]):
             if leaf.key not in made:
                 if leaf.entry.codec is not None:
                     with self._opened.guard():
-                        made[leaf.key] = read_object(self._opened.store, leaf.entry, classes)
+                        made[leaf.key] = objects.read(leaf.entry)
                 else:
                     made[leaf.key] = leaf.torch() if framework == "torch" else leaf[...]
             return made[leaf.key]
 
         try:
-            return map_leaves(materialise, self.tree())
+            state = map_leaves(materialise, self.tree())
         except RecursionError as error:
             raise CorruptionError("the state is nested too deeply", path=self.url, found=str(error)) from None
+        if objects.problem is not None:
+            raise objects.problem
+        return state
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -207,7 +207,10 @@ def _named(problem: CheckpointError, ranks: tuple[int, ...]) -> CheckpointError:
     """Return `problem` with the ranks that reported it, unless it names ranks already."""
     if isinstance(problem, ProblemError) and problem.rank is None:
         values = {field.name: getattr(problem, field.name) for field in attrs.fields(type(problem))}
-        return type(problem)(**{**values, "rank": ranks[0] if len(ranks) == 1 else ranks})
+        named = type(problem)(**{**values, "rank": ranks[0] if len(ranks) == 1 else ranks})
+        for note in getattr(problem, "__notes__", ()):
+            named.add_note(note)
+        return named
     return problem
 
 

@@ -46,6 +46,11 @@ __all__ = [
 ]
 
 
+# What a group of problems says in its text; all of it is in the problems themselves.
+_MAX_LINES = 20
+_MAX_LINE = 2000
+
+
 class CheckpointError(Exception):
     """Base of every error this library raises on purpose.
 
@@ -231,6 +236,8 @@ def report(text: str) -> None:
 def raise_problems(problems: Iterable[CheckpointError]) -> None:
     """Raise all `problems` at once: one as itself, several as a `CheckpointErrors` group.
 
+    The group holds all of them; its text tells the first few of each kind, and counts the others.
+
     Raises
     ------
     CheckpointError
@@ -247,5 +254,35 @@ def raise_problems(problems: Iterable[CheckpointError]) -> None:
     if len(found) == 1:
         raise found[0]
     if found:
-        lines = "".join(f"\n  {type(p).__name__}: {p}" for p in found)
-        raise CheckpointErrors(f"{len(found)} problems:{lines}", found)
+        raise CheckpointErrors("\n  ".join([f"{len(found)} problems:", *_told(found)]), found)
+
+
+def _told(problems: Sequence[CheckpointError]) -> list[str]:
+    """Return a line for each problem, if they are few; else for the first of each kind and, of a kind, of each key."""
+    kinds: dict[tuple[type, str], dict[str | None, list[CheckpointError]]] = {}
+    for problem in problems:
+        what, key = (problem.what, problem.key) if isinstance(problem, ProblemError) else (str(problem), None)
+        kinds.setdefault((type(problem), what), {}).setdefault(key, []).append(problem)
+    # One key of each kind after the other, so that many of one kind hide none of another.
+    ordered = sorted(
+        ((at, key, group) for keys in kinds.values() for at, (key, group) in enumerate(keys.items())),
+        key=lambda item: item[0],
+    )
+    each = 1 if len(ordered) > _MAX_LINES // 3 else 2
+    lines: list[str] = []
+    untold = len(problems)
+    for _, key, group in ordered:
+        shown = group if len(group) <= each + 1 else group[:each]
+        if len(lines) + len(shown) + 1 > _MAX_LINES:
+            break
+        lines += [_short(f"{type(problem).__name__}: {problem}") for problem in shown]
+        if len(shown) < len(group):
+            of_key = "" if key is None else f" of key {key!r}"
+            lines.append(_short(f"... and {len(group) - len(shown):,} more{of_key}"))
+        untold -= len(group)
+    return [*lines, f"... and {untold:,} more: see .exceptions"] if untold else lines
+
+
+def _short(line: str) -> str:
+    line = line.replace("\n  ", "\n    ")  # a traceback from another rank has lines of its own
+    return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..."

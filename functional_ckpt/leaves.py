@@ -18,7 +18,7 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.buffer import Buffer, HostBuffer
-from functional_ckpt.store.encoding import Array, dtype_name, numpy_dtype
+from functional_ckpt.store.encoding import Array, dtype_name, has_dtype, numpy_dtype
 
 __all__ = ["HeldArray", "LeafAdapter", "LocalShards", "NumpyLeaves", "PerRank", "Target", "adapter_of"]
 
@@ -119,7 +119,9 @@ class NumpyLeaves:
     """numpy arrays and scalars, `LocalShards`; on load `ArraySpec` (allocated whole) and `ShardSpec` (its part) too."""
 
     def accepts(self, leaf: object) -> bool:
-        """Tell whether `leaf` is a numpy array or scalar, or a spec."""
+        """Tell whether `leaf` is a numpy array, a scalar of a type that arrays of the format may have, or a spec."""
+        if isinstance(leaf, np.generic):
+            return has_dtype(leaf.dtype)
         return isinstance(leaf, _NUMPY_TYPES)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
@@ -218,5 +220,5 @@ def _identity(array: Any) -> Hashable:
     return array.__array_interface__["data"][0], array.dtype, array.shape, array.strides
 
 
-_NUMPY_TYPES = (np.ndarray, np.generic, LocalShards, ArraySpec, ShardSpec)
+_NUMPY_TYPES = (np.ndarray, LocalShards, ArraySpec, ShardSpec)
 _NUMPY = NumpyLeaves()

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from functional_ckpt.arguments import check_load
 from functional_ckpt.comm import Gather, agree, together
@@ -17,7 +16,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.leaves import LeafAdapter, PerRank, adapter_of
-from functional_ckpt.objects import object_from_bytes
+from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.plan.pieces import Pieces
@@ -29,9 +28,8 @@ from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
-from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
@@ -39,7 +37,7 @@ from functional_ckpt.store.sharing import memory_problems
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.wanted import Told, WantedKeys
 
-__all__ = ["load_tree", "read_object"]
+__all__ = ["load_tree"]
 
 
 def load_tree(
@@ -131,6 +129,7 @@ class _Seeker:
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
+        self._objects = ObjectReader(store, policy.safe_globals)
         self._values = {value.key: value for value in manifest.values}
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
@@ -147,6 +146,7 @@ class _Seeker:
         """Plan the reads and look for every chunk they need; `check` reports the problems."""
         entries = self.manifest.by_key
         self._problems += memory_problems(self.shards, self.buffers, entries)
+        self._problems += [self._objects.problem] if self._objects.problem is not None else []
         try:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
@@ -234,7 +234,7 @@ class _Seeker:
             if adapter is not None:
                 raise SpecError("the checkpoint has an object, `like` an array", key,
                                 remedy="Put any plain value there in `like`")  # fmt: skip
-            return read_object(self.store, entry, self.policy.safe_globals)
+            return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
                 raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
@@ -283,9 +283,10 @@ class _Seeker:
 
     def _unstored_leaf(self, key: str, leaf: Any) -> Any:
         """Return the leaf, for which nothing is stored under its own key."""
-        if key not in self.keys.holders:
+        is_empty = type(leaf) in (dict, list)
+        if key not in self.keys.holders and not (is_empty and not key):  # a checkpoint of nothing has no key at all
             self.keys.miss(key)
-        elif type(leaf) in (dict, list):  # stands for what other ranks hold there
+        elif is_empty:  # stands for what other ranks hold there
             self.keys.leave(key)
         else:
             self.keys.use_below(key)
@@ -324,9 +325,10 @@ class _Seeker:
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
             return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+        before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
         raise PerRankError(
-            "values that differ by rank were saved by another number of ranks", key, None, None, None,
-            f"{saved} ranks", f"{now} ranks", "Pass LoadPolicy(per_rank='first') or a function that deals them out",
+            "values that differ by rank were saved by another number of ranks", key, None, None, None, before, after,
+            "Pass LoadPolicy(per_rank='first') or a function that deals them out",
         )  # fmt: skip
 
     def _rank_value(self, key: str, rank: int, like: Any) -> Any:
@@ -349,16 +351,6 @@ class _Seeker:
 def _rank_key(key: str, rank: int, inner: TreePath) -> str:
     """Return the key of leaf `inner` of what `rank` saved under `key`."""
     return ".".join(part for part in (key, str(RankItem(rank)), key_of(inner)) if part)
-
-
-def read_object(store: Store, entry: ArrayEntry, safe_globals: Any) -> Any:
-    """Return the object that an array of bytes holds."""
-    indices = list(entry.grid.touched(entry.spec.box))
-    raise_problems(problem for index in indices if (problem := check_chunk(store, entry, index)) is not None)
-    chunks = [read_chunk(store, entry.spec, entry.layout, index) for index in indices]
-    for position, chunk in enumerate(chunks):
-        check_digest(entry, position, digest(chunk))
-    return object_from_bytes(entry.spec.key, np.concatenate(chunks), safe_globals)
 
 
 def _resolved(tree: Any) -> Any:

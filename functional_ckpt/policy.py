@@ -203,7 +203,8 @@ class LoadPolicy:
         Load only these keys: prefixes at dots (``"model"`` is ``model`` and ``model.*``), or a function of the key.
         The other leaves of `like` stay as they are.
     rename
-        Where a leaf's key is stored: ``{"new.prefix": "stored.prefix"}`` (at dots), or a function.
+        Where a leaf's key is stored: ``{"new.prefix": "stored.prefix"}`` (at dots), or a function. Like `keys` it takes
+        the names in `like`; a load refuses prefixes of either that no key of any rank has.
     verify
         Digests: of chunks that are read whole (``"covered"``; plain ones of up to 64 KiB, and encoded ones are), of all
         that are touched (``"full"``: reads them whole), or ``"none"``.
@@ -216,7 +217,7 @@ class LoadPolicy:
         Classes that ``torch.load(weights_only=True)`` may build in objects; ``"trust"`` allows all (a pickle can
         run code).
     device
-        Where meta tensors are allocated, such as ``"cuda"``.
+        Where meta tensors are allocated: a name such as ``"cuda"``, or a ``torch.device``.
     read_once
         Read each chunk that several ranks want on one of them and exchange the pieces: less to read, more to send.
         On a group that cannot exchange data every rank reads what it needs.

@@ -10,7 +10,9 @@ from functional_ckpt import errors
 from functional_ckpt.errors import (
     CheckpointError,
     CheckpointErrors,
+    CorruptionError,
     GapError,
+    KeyMismatchError,
     OverlapError,
     ProblemError,
     raise_problems,
@@ -153,3 +155,30 @@ def test_x1_two_faults_are_named_at_once(one, other):
     ranks = [[s for w in (one.world, other.world) if r < w.size for s in w.ranks[r]] for r in range(size)]
     found = found_in(World(ranks))
     assert {(one.error, "a"), (other.error, "b")} <= {(type(e), e.key) for e in found}
+
+
+@given(st.lists(problems(), min_size=2, max_size=60))
+def test_the_text_of_many_problems_is_bounded_and_counts_them_all(many):
+    with pytest.raises(CheckpointErrors) as caught:
+        raise_problems(many)
+    head, *lines = caught.value.message.split("\n  ")
+    assert head == f"{len(many)} problems:"
+    assert len(lines) <= 21
+    told = [line for line in lines if not line.startswith("... and ")]
+    counted = [int(line.split()[2].replace(",", "")) for line in lines if line.startswith("... and ")]
+    assert len(told) + sum(counted) == len(many)
+    assert len(caught.value.exceptions) == len(many)
+
+
+def test_thirty_thousand_lost_chunks_are_told_in_a_page():
+    lost = [
+        CorruptionError("a stored chunk is missing", f"layers.{i // 3000}", None, (3000,), (i,), chunk=f"c.{i % 3000}")
+        for i in range(30_000)
+    ]
+    with pytest.raises(CheckpointErrors) as caught:
+        raise_problems([*lost, KeyMismatchError("the checkpoint has no such key", "x" * 100_000)])
+    text = str(caught.value)
+    assert len(text) < 10_000
+    assert "... and 2,999 more of key 'layers.0'" in text
+    assert "KeyMismatchError: the checkpoint has no such key: key 'xxx" in text
+    assert len(caught.value.exceptions) == 30_001

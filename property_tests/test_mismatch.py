@@ -6,7 +6,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_ckpt import LoadPolicy
+from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.manifest import Manifest, ValueEntry
 from functional_ckpt.plan.mismatch import missing_problems, parted, unexpected_problems
+from functional_ckpt.wanted import WantedKeys
 
 PARTS = st.sampled_from(["module", "_orig_mod", "model", "a", "b", "0", "1", "weight", "state"])
 KEYS = st.frozensets(st.lists(PARTS, min_size=1, max_size=4).map(".".join), max_size=12)
@@ -55,3 +58,24 @@ def test_parted(keys, names):
     assert sorted([*others, *(key for group in below.values() for key in group)]) == sorted(keys)
     assert all(f"{key}.".startswith(f"{name}.") for name, group in below.items() for key in group)
     assert not any(f"{key}.".startswith(f"{name}.") for key in others for name in names)
+
+
+@given(
+    st.lists(KEYS, min_size=1, max_size=3),
+    KEYS,
+    st.lists(PARTS | KEYS.map(lambda keys: min(keys, default="")), max_size=3),
+)
+def test_a_prefix_is_refused_exactly_if_no_key_of_any_rank_has_it(asked, stored, prefixes):
+    manifest = Manifest((), tuple(ValueEntry(key, "1") for key in sorted(stored)))
+    policy = LoadPolicy(keys=prefixes, rename=dict.fromkeys(prefixes, "x"), strict="ignore")
+    ranks = [WantedKeys(manifest, policy) for _ in asked]
+    selected = {key for keys, rank in zip(asked, ranks, strict=True) for key in keys if rank.selects(key)}
+    told = [rank.told() for rank in ranks]
+    everybody = [key for keys in asked for key in keys]
+    idle = {p for p in prefixes if not any(f"{key}.".startswith(f"{p}.") or not p for key in everybody)}
+    for rank in ranks:
+        found = rank.problems(told)
+        assert all(isinstance(problem, PolicyError) for problem in found)
+        assert {problem.key for problem in found} - {None} == idle
+        assert [str(problem) for problem in found] == [str(problem) for problem in ranks[0].problems(told)]
+        assert bool(found) or bool(selected)

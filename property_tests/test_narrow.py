@@ -1,5 +1,6 @@
 """N: narrowing specs is narrowing data, as if every rank narrowed its own."""
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import event, example, given
@@ -97,7 +98,21 @@ def test_ranges_outside_the_shard_are_refused(case):
             narrow(shards[0], *bad)
 
 
-def test_an_irregular_grid_is_refused():
-    array = ArraySpec("w", (5,), "int8")
-    with pytest.raises(ShapeError, match="regular grid"):
-        narrow(ShardSpec(array, Box((0,), (3,))), 0, 0, 1)
+@given(narrowings(), st.integers(1, 4), st.integers(1, 3))
+@example(([ShardSpec(ArraySpec("w", (6,), "int8"), Box((0,), (3,)))], 0, 0, 1), 1, 1)
+def test_an_irregular_grid_is_refused(case, shift, more):
+    """Neither an extent nor an offset that is no multiple of the local extent can be scaled with it."""
+    shards, axis, start, length = case
+    shard = next(shard for shard in shards if shard.flat is None or shard.size)
+    extent = shard.box.shape[axis]
+
+    def lying(at, size):
+        shape, begin = (tuple(n if i == axis else old for i, old in enumerate(each))
+                        for n, each in ((size, shard.array.shape), (at, shard.box.start)))  # fmt: skip
+        array = attrs.evolve(shard.array, shape=shape)
+        return attrs.evolve(shard, array=array, box=Box.from_shape(shard.box.shape, begin))
+
+    for bad in (lying(shift, (more + 4) * extent), lying(0, more * extent + shift)):
+        if bad.box.start[axis] % extent or bad.array.shape[axis] % extent:
+            with pytest.raises(ShapeError, match="regular grid"):
+                narrow(bad, axis, start, length)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import attrs
 import numpy as np
@@ -152,3 +153,28 @@ def test_a_value_of_a_wrong_type_is_refused_by_the_words_of_the_field(kind, name
     assert error.expected
     assert error.found
     assert len(str(error)) < 500
+
+
+def words(kind, name):
+    """Return the words of the `Literal` types in an annotation."""
+    whole = get_type_hints(kind)[name]
+    return [word for part in (whole, *get_args(whole)) if get_origin(part) is Literal for word in get_args(part)]
+
+
+WORDS = {(kind, name): found for kind, name in FIELDS if (found := words(kind, name))}
+
+
+@pytest.mark.parametrize(("kind", "name"), WORDS, ids=lambda value: getattr(value, "__name__", value))
+@given(st.text(max_size=8) | st.sampled_from(["auto", "none", "Error", "fsync ", "raise", "first"]))
+def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
+    for word in WORDS[kind, name]:
+        assert getattr(kind(**{name: word}), name) == word
+    if other not in WORDS[kind, name]:
+        assert isinstance(made(kind, name, other), PolicyError)
+
+
+def test_fields_with_words():
+    assert {name for _, name in WORDS} == {
+        "replicas", "replicated", "durability", "commit", "object_codec", "cast", "verify", "per_rank", "safe_globals",
+        "extended_dtypes", "missing", "unexpected",
+    }  # fmt: skip

@@ -117,6 +117,20 @@ def test_a_damaged_manifest(damage, saved, like, problems_of):
         assert "manifest.json" in problem.path
 
 
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"{}",
+                                    lambda data: data.replace(b"functional_ckpt", b"functional_cxpt")])  # fmt: skip
+def test_a_damaged_root_is_no_missing_checkpoint(damage, saved, like, problems_of):
+    """Who begins anew where there is no checkpoint must not do so here."""
+    edit(saved / "zarr.json", damage)
+    for function in (lambda p: load(like, p), open_checkpoint, verify, functional_ckpt.read_manifest):
+        (problem,) = problems_of(function, saved)
+        assert type(problem).__name__ == "CorruptionError"
+        assert problem.path == str(saved / "zarr.json")
+    (saved / "manifest.json").write_text("{}")  # of somebody else
+    (problem,) = problems_of(load, like, saved)
+    assert type(problem).__name__ == "NotACheckpointError"
+
+
 def rewrite_manifest(path, change):
     document = json.loads((path / "manifest.json").read_bytes())
     change(document)
@@ -160,8 +174,9 @@ def test_directories_without_a_checkpoint(saved, like, tmp_path, problems_of):
 
 
 def test_an_object_whose_bytes_changed(tmp_path, problems_of):
-    pytest.importorskip("torch")
-    save({"o": {1, (2,)}, "x": slice(1)}, tmp_path / "a", policy=SavePolicy(object_codec="torch", durability="none"))
+    torch = pytest.importorskip("torch")
+    state = {"o": {1, (2,)}, "x": (torch.ones(2), 1)}
+    save(state, tmp_path / "a", policy=SavePolicy(object_codec="torch", durability="none"))
     entry = open_checkpoint(tmp_path / "a").manifest.by_key["x"]
     assert entry.codec == "torch"
     chunk = tmp_path / "a/x/c.0"

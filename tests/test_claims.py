@@ -154,31 +154,40 @@ def leave_leftovers(place, commit_mode):
         (place / "w/c.0").touch()
 
 
-def test_a_sweep_leaves_a_save_that_begins_meanwhile(tmp_path, monkeypatch):
-    """A sweep has judged the claim of a dead save; before it removes anything a new save begins, and writes."""
+def test_a_sweep_leaves_a_save_that_begins_meanwhile(tmp_path):
+    """A sweep has found the claim of a dead save; before it removes anything, a save has begun under the same names."""
     path = tmp_path / "a"
-    path.mkdir()
-    Claim.take(path / f".{ID}.claim", ID, ["w"]).drop()
 
     def meanwhile(progress):
         if progress.phase == "publish":
+            Claim.take(path / f".{ID}.claim", ID, ["w"]).drop()
             assert sweep(path) == ()
 
     save(state(1), path, policy=MARKER, progress=meanwhile)
     assert step_of(path) == 1
-    # And the other way round: what a sweep is at work on is no place to begin.
-    shutil.rmtree(path)
-    path.mkdir()
-    Claim.take(path / f".{ID}.claim", ID, ["w"]).drop()
-    held = Claim.adopt(path / f".{ID}.claim")
+
+
+def test_no_save_begins_where_a_sweep_is_at_work(tmp_path):
+    Claim.take(tmp_path / f".{ID}.claim", ID, ["w"]).drop()
+    held = Claim.adopt(tmp_path / f".{ID}.claim")
     with pytest.raises(AlreadyExistsError, match="swept"):
-        save(state(1), path, policy=MARKER)
+        save(state(1), tmp_path, policy=MARKER)
     held.drop()
-    save(state(1), path, policy=MARKER)
+    save(state(1), tmp_path, policy=MARKER)
+    assert step_of(tmp_path) == 1
 
 
-@pytest.mark.parametrize("files", [{}, {"zarr.json.new": b'{"attributes"'}])
-def test_a_save_killed_before_it_looked_owns_nothing(files, tmp_path):
+@pytest.mark.parametrize("left", [b"", b'{"attrib', b'{"att' + bytes(80), bytes(100)])
+def test_what_a_power_cut_has_torn_is_swept(left, tmp_path):
+    Claim.take(tmp_path / f".{ID}.claim", ID, ["w"]).drop()
+    (tmp_path / "w").mkdir()
+    for name in ("w/zarr.json", "w/c.0", "manifest.json", "zarr.json.new"):
+        (tmp_path / name).write_bytes(left if "w" in name else bytes(50))
+    assert len(sweep(tmp_path)) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_killed_before_it_looked_owns_nothing(tmp_path):
     """Its claim was there, and nobody had checked yet whose arrays lay there."""
     save(state(1), tmp_path / "a", policy=FAST)
     (tmp_path / "b").mkdir()

@@ -2,8 +2,8 @@
 
 import errno
 import json
+import re
 import threading
-import time
 
 import attrs
 import numpy as np
@@ -65,14 +65,14 @@ class Acting:
         return self.inner.swap(*arguments)
 
 
-def save(path, act=lambda swaps: None, on=0, policy=POLICY, timeout_s=20.0):
+def save(path, act=lambda swaps: None, on=0, policy=POLICY):
     """Save columns on all ranks, of which one acts; return what each returned or raised."""
 
     def saving(gather):
         group = Acting(gather, act) if gather.rank == on else gather
         return functional_ckpt.save(columns(gather.rank), path, policy=policy, process_group=group)
 
-    return try_ranks(RANKS, saving, timeout_s)
+    return try_ranks(RANKS, saving)
 
 
 def check_raised(outcomes, rank, text, kind):
@@ -91,10 +91,7 @@ def check_nobody_waits(tmp_path, here, on, text, kind):
         here.rank = gather.rank
         return functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=gather)
 
-    began = time.monotonic()
-    outcomes = try_ranks(RANKS, saving)
-    assert time.monotonic() - began < 10
-    check_raised(outcomes, on, text, kind)
+    check_raised(try_ranks(RANKS, saving), on, text, kind)  # a rank that waited in vain could not say this
     assert not list(tmp_path.iterdir())
 
 
@@ -150,22 +147,35 @@ def test_a_rank_that_ends_in_the_middle_is_missed_by_all(tmp_path, on):
         if swaps == 7:
             raise SystemExit
 
-    began = time.monotonic()
     outcomes = save(tmp_path / "a", act, on)
-    assert time.monotonic() - began < 10
     assert isinstance(outcomes[on], SystemExit)
-    assert all(isinstance(outcome, RankFailedError) for rank, outcome in enumerate(outcomes) if rank != on), outcomes
+    for outcome in (*outcomes[:on], *outcomes[on + 1 :]):
+        assert isinstance(outcome, RankFailedError), outcome
+        assert not re.search(r"within \d", str(outcome))  # seen to end, not waited for
     assert not (tmp_path / "a").exists()
 
 
 def test_a_rank_that_hangs_is_given_up(tmp_path):
+    given_up = threading.Barrier(RANKS)
+
     def act(swaps):
         if swaps == 7:
-            time.sleep(4)
+            given_up.wait(60)  # for all others to have returned
 
-    outcomes = save(tmp_path / "a", act, 2, timeout_s=1.5)
-    assert all(isinstance(outcome, Exception) for outcome in outcomes), outcomes
-    assert all(isinstance(outcome, RankFailedError) for rank, outcome in enumerate(outcomes) if rank != 2)
+    def saving(gather):
+        gather._mail.timeout_s = 1
+        group = Acting(gather, act) if gather.rank == 2 else gather
+        try:
+            functional_ckpt.save(columns(gather.rank), tmp_path / "a", policy=POLICY, process_group=group)
+        finally:
+            if gather.rank != 2:
+                given_up.wait(60)
+
+    outcomes = try_ranks(RANKS, saving, timeout_s=120)
+    late = outcomes.pop(2)
+    assert isinstance(late, Exception), late
+    assert all(isinstance(outcome, RankFailedError) for outcome in outcomes), outcomes
+    assert any("within 1 s" in str(outcome) for outcome in outcomes)
     assert not (tmp_path / "a").exists()
 
 

@@ -5,8 +5,11 @@ the format gets a new directory and an ADR.
 """
 
 import shutil
-from collections import Counter, OrderedDict
-from pathlib import Path
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from uuid import UUID
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +21,7 @@ from functional_ckpt.spec.tree import map_leaves
 from functional_ckpt.store.encoding import numpy_dtype
 from functional_ckpt.testing.simulate import run_ranks
 
-GOLDEN = Path(__file__).parent / "golden" / "1.0"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def tree_state(_rank):
@@ -45,6 +48,27 @@ def values_state(_rank):
         "dicts": ({1: "int", None: "none", (1, 2): "tuple"}, {"~tuple": 1}, Counter({3: 2}), OrderedDict(b=1, a=2)),
         "keys": {"a.b": 1, "": 2, 5: 3, "~": 4},
     }
+
+
+def data_state(_rank):
+    """What version 1.1 has added to the values."""
+    east = timezone(timedelta(hours=5, minutes=30), "east")
+    return {
+        "numpy": [
+            (np.float32(2.5), np.bool_(True), np.str_("ü"), np.bytes_(b"\0a"), np.datetime64("2020-01-02", "D")),
+            (np.arange(3, dtype=">i2"), np.ones((1, 2), ml_dtypes.bfloat16), np.array(["a", "bc"]), np.zeros((0, 2))),
+            np.timedelta64(3, "s"),
+        ],
+        "times": (
+            datetime(2020, 1, 2, 3, 4, 5, 6, fold=1), datetime(2020, 1, 2, tzinfo=UTC), date(2020, 1, 2),
+            time(3, 4, tzinfo=east), timedelta(days=-1, microseconds=5), east,
+        ),
+        "others": [
+            Decimal("-1.50"), UUID(int=2**100 + 1), PurePosixPath("/a/b"), PureWindowsPath("c:/a"), bytearray(b"\0"),
+            slice(1, None, 2), deque([1, (2,)], 5), (defaultdict(list, {1: [2]}),), range(0, 2**70, 2**68),
+        ],
+        "long": "text \u2028 " * 6000,
+    }  # fmt: skip
 
 
 def dtypes_state(_rank):
@@ -74,11 +98,20 @@ CASES = {
     # name: (state of a rank, ranks, policy, attributes)
     "tree": (tree_state, 1, policy(target_chunk_nbytes=20), {"run": "golden", "n": [1, 2.5, None]}),
     "values": (values_state, 1, policy(), None),
+    "data": (data_state, 1, policy(), None),
     "dtypes": (dtypes_state, 1, policy(), None),
     "bits": (bits_state, 1, policy(extended_dtypes="bits"), None),
     "codecs": (codecs_state, 1, policy(target_chunk_nbytes=120, codecs=CODECS), None),
     "ranks": (ranks_state, 3, policy(), None),
 }
+
+
+VERSIONS = {"data": "1.1"}
+
+
+def golden(name):
+    """Return where the checkpoint lies, below the version of the format that first had all of it."""
+    return GOLDEN / VERSIONS.get(name, "1.0") / name
 
 
 def write(name, path):
@@ -109,31 +142,31 @@ def test_loads_forever(name, same):
     state, size, _, attributes = CASES[name]
 
     def loading(gather):
-        return load(blank(state(gather.rank)), GOLDEN / name, process_group=gather)
+        return load(blank(state(gather.rank)), golden(name), process_group=gather)
 
     for rank, loaded in enumerate(run_ranks(size, loading)):
         same(loaded, state(rank))
-    assert dict(open_checkpoint(GOLDEN / name).attributes) == (attributes or {})
-    assert verify(GOLDEN / name).ok
+    assert dict(open_checkpoint(golden(name)).attributes) == (attributes or {})
+    assert verify(golden(name)).ok
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_saving_today_gives_the_same_bytes(name, tmp_path, tree_bytes):
     write(name, tmp_path / "a")
-    written, golden = tree_bytes(tmp_path / "a"), tree_bytes(GOLDEN / name)
-    assert written.keys() == golden.keys()
-    compressed = {key for key in golden if name == "codecs" and "/c." in key and not key.startswith("crc32c/")}
-    for key in golden.keys() - compressed:  # a compressor may choose its bytes
-        assert written[key] == golden[key], key
+    written, old = tree_bytes(tmp_path / "a"), tree_bytes(golden(name))
+    assert written.keys() == old.keys()
+    compressed = {key for key in old if name == "codecs" and "/c." in key and not key.startswith("crc32c/")}
+    for key in old.keys() - compressed:  # a compressor may choose its bytes
+        assert written[key] == old[key], key
 
 
 def test_tied_leaves_of_a_golden_checkpoint():
-    state = open_checkpoint(GOLDEN / "tree").state()
+    state = open_checkpoint(golden("tree")).state()
     assert state["model"]["embed.weight"] is state["model"]["head"]
 
 
 if __name__ == "__main__":
     for case in CASES:
-        if not (GOLDEN / case).exists():
-            write(case, GOLDEN / case)
+        if not (golden(case)).exists():
+            write(case, golden(case))
     shutil.rmtree(GOLDEN / "__pycache__", ignore_errors=True)

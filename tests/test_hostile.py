@@ -1,13 +1,13 @@
 """Hostile checkpoints and directories: an error of ours, no abort, no hang, nothing of others deleted."""
 
 import contextlib
+import difflib
 import enum
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -126,14 +126,14 @@ def test_a_path_with_dots_and_codecs(tmp_path, monkeypatch):
 def test_pipes_in_place_of_files_do_not_hang(name, coded):
     (coded / name).unlink()
     os.mkfifo(coded / name)
-    done = outcome(BEGIN + READS + WRITES, coded, seconds=20)
+    done = outcome(BEGIN + READS + WRITES, coded, seconds=100)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [f".{ID}.claim", f".x.{ID}.claim"])
 def test_pipes_in_place_of_claims_do_not_hang(name, tmp_path):
     os.mkfifo(tmp_path / name)
-    done = outcome(BEGIN + WRITES, tmp_path, seconds=20)
+    done = outcome(BEGIN + WRITES, tmp_path, seconds=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -195,13 +195,15 @@ def test_a_claim_nested_too_deeply_is_a_leftover(tmp_path):
     assert sweep(tmp_path) == (str(tmp_path / f".{ID}.claim"),)
 
 
-def test_hints_do_not_cost_more_than_the_load(tmp_path):
+def test_hints_do_not_cost_more_than_the_load(tmp_path, monkeypatch):
+    """To compare a name with all others takes milliseconds: it is done for the few that are named."""
+    compared, compare = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *a, **k: compared.append(a) or compare(*a, **k))
     names = [(i, k) for i in range(150) for k in "qkvo"]
     save({f"model.layers.{i}.self_attn.{k}_proj.weight": 1 for i, k in names}, tmp_path / "a")
     like = {f"module.layers.{i}.attention.{k}.weight": 1 for i, k in names}
-    started = time.perf_counter()
     load(like, tmp_path / "a", policy=LoadPolicy(strict=Strict(missing="ignore", unexpected="ignore")))
-    assert time.perf_counter() - started < 2
+    assert len(compared) < 10
 
 
 BAD = {  # what is wrong with it, and where it must show at the latest
@@ -240,6 +242,34 @@ def test_bad_values_get_an_error_of_ours(value, saved):
         open_checkpoint(saved).tree()
 
 
+# Ints are found by their remainder: it is one for all of these, and finding them takes the square of their number.
+COLLIDING = [i * (2**61 - 1) for i in range(10_000)]
+CODED = [{"~int": hex(i)} for i in COLLIDING]
+
+
+@pytest.mark.parametrize("value", [
+    {"~set": CODED}, {"~frozenset": CODED}, {"~dict": [[i, 0] for i in CODED]}, {"~counter": [[i, 1] for i in CODED]},
+    {"~ordered": [[i, 1] for i in CODED]}, {"~set": [{"~tuple": [i]} for i in CODED]},
+])  # fmt: skip
+def test_values_whose_hashes_collide_are_refused(value, saved, problems_of):
+    rewrite(saved, lambda document: document["values"][0].update(value=value))
+    (problem,) = problems_of(lambda: open_checkpoint(saved).tree())
+    assert (type(problem).__name__, problem.key) == ("CorruptionError", "step")
+    assert "hash" in str(problem)
+
+
+def test_paths_whose_hashes_collide_are_refused(saved, problems_of):
+    entries = [{"key": f"k{i}", "value": 0, "path": ["a", [n]]} for i, n in enumerate(COLLIDING)]
+    rewrite(saved, lambda document: document.update(values=sorted(entries, key=lambda entry: entry["key"])))
+    (problem,) = problems_of(lambda: open_checkpoint(saved).tree())
+    assert "hash" in str(problem)
+
+
+def test_values_that_collide_a_little_are_values(saved):
+    save({"v": set(COLLIDING[:500]), "d": {-1: 0, -2: 1, 2**61 - 2: 2}}, saved.parent / "b")
+    assert open_checkpoint(saved.parent / "b").state() == {"v": set(COLLIDING[:500]), "d": {-1: 0, -2: 1, 2**61 - 2: 2}}
+
+
 def test_two_leaves_of_one_dict_key(tmp_path):
     save({"a": 1, "b": 2}, tmp_path / "a", policy=SavePolicy(durability="none"))
     rewrite(tmp_path / "a", lambda d: (d["values"][0].update(path=["x"]), d["values"][1].update(path=[["x"]])))
@@ -250,7 +280,7 @@ def test_two_leaves_of_one_dict_key(tmp_path):
 @pytest.mark.parametrize("size", [[2**61] * 32])
 def test_the_command_line_prints_any_size(size, saved):
     array(saved, shape=size, chunk=size)
-    for arguments in (["ls", str(saved)], ["show", str(saved)]):
+    for arguments in (["ls", str(saved)], ["show", str(saved)], ["verify", str(saved)]):
         assert main(arguments) in (0, 1)
 
 

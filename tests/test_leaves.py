@@ -3,7 +3,6 @@
 import random
 from collections import Counter, OrderedDict, defaultdict
 
-import attrs
 import ml_dtypes
 import numpy as np
 import pytest
@@ -224,38 +223,6 @@ def test_specs_allocate(url):
     np.testing.assert_array_equal(part, whole[1:3, 1:3])
     flat = load({"w": ShardSpec(spec, Box((1, 0), (4, 3)), flat=(2, 8))}, url)["w"]
     np.testing.assert_array_equal(flat, whole[1:4].ravel()[2:8])
-
-
-@attrs.frozen
-class Config:
-    """An object that is neither array nor plain."""
-
-    depth: int
-    name: str
-
-
-def test_objects_by_opt_in(url, problems_of):
-    config = Config(3, "x")
-    (problem,) = problems_of(save, {"cfg": config}, url)
-    assert (type(problem).__name__, problem.key) == ("UnsupportedLeafError", "cfg")
-    manifest = save({"cfg": config, "w": np.ones(2)}, url, policy=SavePolicy(object_codec="torch"))
-    assert manifest.by_key["cfg"].codec == "torch"
-    like = {"cfg": None, "w": np.zeros(2)}
-    (problem,) = problems_of(load, like, url)
-    assert (type(problem).__name__, problem.key) == ("ObjectCodecError", "cfg")
-    assert load(like, url, policy=LoadPolicy(safe_globals=[Config]))["cfg"] == config
-    assert load(like, url, policy=LoadPolicy(safe_globals="trust"))["cfg"] == config
-    assert open_checkpoint(url).state(safe_globals="trust")["cfg"] == config
-    (problem,) = problems_of(save, {"f": lambda: 0}, url + "x", policy=SavePolicy(object_codec="torch"))
-    assert (type(problem).__name__, problem.key) == ("ObjectCodecError", "f")
-
-
-def test_tensors_inside_tuples_need_the_object_codec(url, problems_of, same):
-    state = {"t": (torch.ones(2), 3)}
-    (problem,) = problems_of(save, state, url)
-    assert problem.key == "t"
-    save(state, url, policy=SavePolicy(object_codec="torch"))
-    same(load({"t": None}, url)["t"], state["t"])
 
 
 def test_manifest_paths_of_plain_names_are_left_out(url):

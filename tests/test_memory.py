@@ -140,3 +140,17 @@ def test_copies_of_different_byte_orders_are_copies(tmp_path, fast):
 
     run_ranks(2, saving)
     np.testing.assert_array_equal(open_checkpoint(tmp_path / "a")["w"][...], BASE)
+
+
+@pytest.mark.parametrize(
+    "views",
+    [lambda t: (t, t.conj()), lambda t: (t.conj(), t), lambda t: (torch.imag(t), torch.imag(t.conj()))],
+    ids=["conj", "of a conj", "neg"],
+)
+def test_views_that_read_one_memory_in_two_ways_are_not_tied(views, url, same):
+    """Address, shape and strides are the same; a flag says that each element is conjugated, or negated."""
+    one, other = views(torch.randn(3, 2, dtype=torch.complex64))
+    assert one.data_ptr() == other.data_ptr()
+    assert save({"a": one, "b": other}, url).aliases == ()
+    found = load({"a": torch.zeros_like(one.resolve_conj()), "b": torch.zeros_like(one.resolve_conj())}, url)
+    same(found, {"a": one, "b": other})

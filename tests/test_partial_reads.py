@@ -4,7 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from errno import EIO
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from functional_ckpt import (
     Box,
     LayoutPolicy,
     LoadPolicy,
+    LocalShards,
     SavePolicy,
     ShardSpec,
     load,
@@ -22,6 +26,8 @@ from functional_ckpt import (
     verify,
 )
 from functional_ckpt.errors import CorruptionError, StorageError
+from functional_ckpt.store import zarr
+from functional_ckpt.testing.simulate import run_ranks
 
 CODED = SavePolicy(layout=LayoutPolicy(codecs=(("", ("zstd",)),)), durability="none")
 
@@ -159,3 +165,66 @@ def test_what_no_codec_understands_names_the_chunk(tmp_path, problems_of):
     (tmp_path / "a/w/c.0.0").write_bytes(b"x" * 100)
     (problem,) = problems_of(lambda: open_checkpoint(tmp_path / "a")["w"][...])
     assert (problem.key, problem.chunk, problem.offset) == ("w", "c.0.0", (0, 0))
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """How many chunks are encoded or decoded at once at most, while there are threads for eight."""
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def counted(real):
+        def call(*arguments):
+            with lock:
+                now[0] += 1
+                most[0] = max(now[0], most[0])
+            time.sleep(0.02)  # until the other threads have begun
+            try:
+                return real(*arguments)
+            finally:
+                now[0] -= 1
+
+        return call
+
+    monkeypatch.setattr("functional_ckpt.store.work.thread_count", lambda: 8)
+    for name in ("decode_chunk", "encode_chunk"):
+        monkeypatch.setattr(f"functional_ckpt.store.zarr.{name}", counted(getattr(zarr, name)))
+    return most
+
+
+@pytest.mark.parametrize("faces", [[0, 512], [0, 256, 512], [0, 255, 511, 512]], ids=["one", "exclusive", "owned"])
+def test_a_budget_counts_what_encoding_and_decoding_take(faces, tmp_path, at_once):
+    """Of a chunk with codecs there are its elements, what they are encoded to, and a copy that TensorStore makes."""
+    layout = LayoutPolicy(target_chunk_nbytes=2**20, min_chunk_nbytes=2**20, codecs=(("", ("zstd",)),))
+    budget, ranks = 7 * 2**20, min(2, len(faces) - 1)
+    boxes = [Box((low, 0), (high, 4096)) for low, high in pairwise(faces)]
+
+    def leaf(rank):
+        mine = boxes[rank : rank + 1] if rank == 0 else boxes[rank:]
+        return LocalShards([ShardSpec(W, box) for box in mine], [ROWS[box.slices].copy() for box in mine])
+
+    def saving(group):
+        policy = SavePolicy(layout=layout, budget_nbytes=budget, durability="none")
+        save({"w": leaf(group.rank)}, tmp_path / "a", policy=policy, process_group=group)
+
+    def loading(group):
+        policy = LoadPolicy(read_once=True, budget_nbytes=budget)
+        return load({"w": leaf(group.rank)}, tmp_path / "a", policy=policy, process_group=group)
+
+    for call in (saving, loading):
+        at_once[0] = 0
+        run_ranks(ranks, call)
+        assert 1 <= at_once[0] <= 2 * ranks
+    at_once[0] = 0
+    load({"w": np.zeros_like(ROWS)}, tmp_path / "a", policy=LoadPolicy(budget_nbytes=budget))
+    assert 1 <= at_once[0] <= 2
+
+
+@pytest.mark.parametrize("codecs", [(), ("zstd",)])
+def test_chunks_at_every_edge_are_verified_without_their_padding(codecs, tmp_path):
+    layout = LayoutPolicy(target_chunk_nbytes=48, min_chunk_nbytes=0, codecs=(("", codecs),))
+    state = {str(shape): np.ones(shape, "f4") for shape in [(2, 30), (30,), (15, 2), (5, 5, 5), ()]}
+    spec = ArraySpec("cut", (4, 8), "float32")  # into chunks of four rows and three columns
+    shards = [ShardSpec(spec, Box((0, low), (4, high))) for low, high in ((0, 3), (3, 8))]
+    state["cut"] = LocalShards(shards, [np.ones(shard.box.shape, "f4") for shard in shards])
+    save(state, tmp_path / "a", policy=SavePolicy(layout=layout, durability="none"))
+    assert verify(tmp_path / "a").ok

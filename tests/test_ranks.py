@@ -129,7 +129,7 @@ def test_per_rank_error(three, size, problems_of):
 
     for problems in run_ranks(size, loading):
         assert [(type(p).__name__, p.key) for p in problems] == [("PerRankError", "rng")] * len(problems)
-        assert (problems[0].expected, problems[0].found) == ("3 ranks", f"{size} ranks")
+        assert (problems[0].expected, problems[0].found) == ("3 ranks", "1 rank" if size == 1 else f"{size} ranks")
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -171,15 +171,6 @@ def test_plain_values_and_tensors_must_agree_unless_trusted(tmp_path, fast, prob
     assert len(set(loaded["w"])) == 1
 
 
-def test_a_tie_on_one_rank_only_is_no_tie(tmp_path, fast):
-    def saving(gather):
-        w = np.arange(3)
-        state = {"a": w, "b": w if gather.rank else w.copy()}
-        return save(state, tmp_path / "a", policy=fast, process_group=gather)
-
-    assert run_ranks(2, saving)[0].aliases == ()
-
-
 # Failing together
 
 
@@ -201,13 +192,14 @@ def test_a_rank_that_raises_makes_every_rank_raise(phase, failing, tmp_path, fas
         report = fail if gather.rank == failing else None
         return save({"w": np.ones(5)}, tmp_path / "a", policy=fast, process_group=gather, progress=report)
 
-    begun = time.monotonic()
-    outcomes = try_ranks(2, saving, timeout_s=20)
-    assert time.monotonic() - begun < 10
+    outcomes = try_ranks(2, saving)
     if phase == "done":  # published: a callback cannot undo that, and is not a failed save
         assert (tmp_path / "a").exists()
         return
-    assert all(isinstance(o, CheckpointError) for o in outcomes), outcomes
+    for outcome in outcomes:  # told, not waited for
+        assert isinstance(outcome, CheckpointError), outcome
+        assert outcome.rank == failing
+        assert "my callback" in str(outcome)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -338,10 +330,10 @@ def test_a_rank_that_cannot_even_look(tmp_path, fast, monkeypatch):
         path = tmp_path / ("x" * 300 if gather.rank == 1 else "a")
         return load({"w": np.zeros_like(GRID)}, path, process_group=gather, policy=LoadPolicy(timeout_s=20))
 
-    begun = time.monotonic()
-    for outcome in try_ranks(2, loading):
+    for outcome in try_ranks(2, loading):  # told, not waited for
         assert isinstance(outcome, CheckpointError)
-    assert time.monotonic() - begun < 10
+        assert outcome.rank == 1
+        assert "File name too long" in str(outcome)
 
 
 def test_copies_of_another_shape_are_named_as_such(tmp_path, fast):

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import functional_ckpt  # noqa: E402
 from functional_ckpt.errors import (  # noqa: E402
     AlreadyExistsError,
+    CastError,
     DuplicateKeyError,
     NotACheckpointError,
     ObjectCodecError,
@@ -42,9 +43,9 @@ from functional_ckpt.torch.strategies.base import (  # noqa: E402
     StrategyAction,
     get_default_strategy,
 )
+from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper  # noqa: E402
 from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
     BACKEND,
-    SAFE_GLOBALS,
     ZarrLoadCommonStrategy,
     ZarrLoadShardedStrategy,
     ZarrSaveCommonStrategy,
@@ -118,7 +119,7 @@ def test_what_lies_where(tmp_path):
     stored = functional_ckpt.open_checkpoint(tmp_path)
     assert sorted(stored) == ["a/rng/shard_0_1", "b", "layers", "m/w", "mixed.w", "w1.down", "w1.up"]
     assert functional_ckpt.verify(tmp_path).ok
-    assert functional_ckpt.open_checkpoint(tmp_path / ".common").state("torch", SAFE_GLOBALS)["step"] == 3
+    assert functional_ckpt.open_checkpoint(tmp_path / ".common").state("torch")["step"] == 3
 
 
 def test_all_entry_points(tmp_path):
@@ -197,14 +198,32 @@ def test_another_shape_is_aligned_and_filled_with_zeros(tmp_path, flat):
     assert torch.equal(found.reshape(-1), whole.reshape(-1)[part])
 
 
-def test_the_destination_decides_on_data_type_and_prepended_axes(tmp_path):
+def test_the_destination_decides_on_prepended_axes(tmp_path):
     save({"w": tensor("w", torch.stack([W, W + 1]))}, tmp_path)
-    found = load(
-        {"w": tensor("w", torch.zeros(6, 4, dtype=torch.float64), (0, 1, 2), prepend_axis_num=1)},
-        tmp_path,
-        validate_access_integrity=False,
-    )
-    assert torch.equal(found["w"], W.double() + 1)
+    wanted = {"w": tensor("w", torch.zeros(6, 4), (0, 1, 2), prepend_axis_num=1)}
+    assert torch.equal(load(wanted, tmp_path, validate_access_integrity=False)["w"], W + 1)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_change_of_data_type_is_an_error_unless_it_is_asked_for(tmp_path, wrapped):
+    """1000.7 as int8 is -24."""
+    save({"w": tensor("w", torch.tensor([1000.7, -3.0]))}, tmp_path)
+
+    def loaded(dtype, **policy):
+        strategy = ZarrLoadShardedStrategy(policy=functional_ckpt.LoadPolicy(**policy)) if policy else None
+        chosen = FullyParallelLoadStrategyWrapper(strategy or ZarrLoadShardedStrategy()) if wrapped else strategy
+        return load({"w": tensor("w", torch.zeros(2, dtype=dtype))}, tmp_path, chosen)["w"]
+
+    for dtype, words in ((torch.int8, "cast='any'"), (torch.bfloat16, "cast='same_kind'")):
+        target = torch.zeros(2, dtype=dtype)
+        with pytest.raises(CastError, match=words):
+            load({"w": tensor("w", target)}, tmp_path)
+        assert not target.any()
+        with pytest.raises(CastError, match=words):
+            loaded(dtype)
+    assert loaded(torch.float64, cast="same_kind").tolist() == torch.tensor([1000.7, -3.0]).double().tolist()
+    assert loaded(torch.bfloat16, cast="same_kind").tolist() == [1000.0, -3.0]
+    assert loaded(torch.int64, cast="any").tolist() == [1000, -3]
 
 
 def test_a_parameter_is_filled(tmp_path):
@@ -291,7 +310,7 @@ def test_parts_that_do_not_fit_are_told(tmp_path):
 def test_objects_of_classes_that_are_not_allowed_are_not_built(tmp_path):
     save({"o": ShardedObject("o", OrderedDict(a=SomeClass()), (1,), (0,))}, tmp_path)
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}
-    with pytest.raises(ObjectCodecError, match="cannot be read"):
+    with pytest.raises(ObjectCodecError, match="not allowed"):
         load(wanted, tmp_path)
     trusting = ZarrLoadShardedStrategy(policy=functional_ckpt.LoadPolicy(safe_globals=[SomeClass]))
     assert load(wanted, tmp_path, trusting)["o"]["a"].value == 1

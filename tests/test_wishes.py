@@ -146,6 +146,8 @@ PREFIXES = {
     # policy: the problem's words, None for none
     "misspelt": (LoadPolicy(keys="modle"), f"LoadPolicy.keys {NO_KEY} 'modle'. Did you mean 'model'?"),
     "one of two": (LoadPolicy(keys=["step", "model.c"]), f"{NO_KEY} 'model.c'. Did you mean 'model."),
+    "a pattern": (LoadPolicy(keys="model.*"), f"{NO_KEY} 'model.*'. It is no pattern: 'model.' holds all keys below"),
+    "a pattern of all": (LoadPolicy(keys="*"), "It is no pattern: '' holds all keys"),
     "the end of a key": (LoadPolicy(keys="b"), "Did you mean 'model.b'?"),
     "none": (LoadPolicy(keys=lambda key: key == "c"), "LoadPolicy.keys selects nothing. `like` has 'model.a', "),
     "none at all": (LoadPolicy(keys=()), "LoadPolicy.keys selects nothing"),
@@ -215,7 +217,7 @@ class Model:
 
 LEAVES = {
     "a module": (Model(), "Save its state_dict()"),
-    "a tuple of arrays": ((np.ones(2), np.ones(2)), "Make the tuple a list"),
+    "a tuple of arrays": ((np.ones(2), np.array([None])), "Make the tuple a list"),
     "a generator": ((array for array in [np.ones(2)]), "Make it a list"),
     "a mapping": (type("Settings", (dict,), {})(a=1), "Make it a dict"),
     "a function": (len, "SavePolicy(object_codec='torch')"),
@@ -254,3 +256,59 @@ def test_a_device_that_is_not_there(saved, problems_of):
         assert f"LoadPolicy does not accept this device: expected a device of this machine, found {device!r}" in str(
             problems[0]
         )
+
+
+# The same through DCP and the Megatron-shaped API
+
+
+@pytest.mark.parametrize("path", [None, 7, b"a", "", Path("s3://b/x"), "memory://b/x"])
+def test_what_is_no_path_for_a_distributed_checkpoint(path, here, problems_of):
+    torch = pytest.importorskip("torch")
+    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.serialization import save
+
+    (problem,) = problems_of(save, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, path)
+    assert isinstance(problem, PolicyError)
+    assert "path" in str(problem)
+
+
+def test_a_distributed_checkpoint_under_a_file_url(tmp_path):
+    torch = pytest.importorskip("torch")
+    from functional_ckpt.torch import mapping, serialization
+
+    state = {"w": mapping.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "n": 3}
+    (tmp_path / "a b").mkdir()
+    serialization.save(state, f"file://{tmp_path}/a%20b")
+    for path in (tmp_path / "a b", f"file://{tmp_path}/a%20b", Named(tmp_path / "a b")):
+        assert serialization.load({"w": state["w"]}, path)["n"] == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["a b"]
+
+
+def test_policies_of_the_other_kind_for_dcp_and_strategies():
+    pytest.importorskip("torch")
+    from functional_ckpt.torch.planner import StrictLoadPlanner
+    from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter
+    from functional_ckpt.torch.strategies import zarr
+
+    saving = [lambda **kw: ZarrStorageWriter("a", **kw), zarr.ZarrSaveShardedStrategy, zarr.ZarrSaveCommonStrategy]
+    loading = [lambda **kw: ZarrStorageReader("a", **kw), StrictLoadPlanner, zarr.ZarrLoadShardedStrategy]
+    for makers, wrong, kind in ((saving, LoadPolicy(), "SavePolicy"), (loading, SavePolicy(), "LoadPolicy")):
+        for make in makers:
+            for policy in (wrong, None):
+                with pytest.raises(PolicyError, match=f"does not accept this policy: expected a {kind}, found"):
+                    make(policy=policy)
+    with pytest.raises(PolicyError, match="does not accept this overwrite"):
+        ZarrStorageWriter("a", overwrite="no")
+
+
+@pytest.mark.parametrize("field", ["keys", "rename", "per_rank", "allow_shape_mismatch", "device", "read_once"])
+def test_fields_that_dcp_does_not_heed_are_refused(field):
+    pytest.importorskip("torch")
+    from functional_ckpt.torch.planner import StrictLoadPlanner
+    from functional_ckpt.torch.storage import ZarrStorageReader
+
+    values = {"keys": "model", "rename": {"a": "b"}, "per_rank": "first", "device": "cuda"}
+    policy = LoadPolicy(**{field: values.get(field, True)})
+    for make in (lambda **kw: ZarrStorageReader("a", **kw), StrictLoadPlanner):
+        with pytest.raises(PolicyError, match=f"does not accept this {field}: expected the default"):
+            make(policy=policy)

@@ -11,7 +11,7 @@ import numpy as np
 
 from functional_ckpt.checkpoint import Checkpoint, StoredArray
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError
-from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, VERSION, ArrayEntry, Manifest
+from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
 from functional_ckpt.store.commit import PROVENANCE
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.opening import open_store
@@ -45,7 +45,7 @@ def header(checkpoint: Checkpoint) -> Facts:
     return {
         "path": checkpoint.url,
         "format": FORMAT,
-        "version": list(VERSION),
+        "version": list(manifest.version),
         "arrays": len(manifest.arrays),
         "chunks": sum(entry.grid.size for entry in manifest.arrays),
         "nbytes": manifest.nbytes,

@@ -117,7 +117,7 @@ def progress(title: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(clean(title), total=min(total_nbytes, 2**63))
-        yield lambda nbytes: bar.advance(task, nbytes)
+        yield lambda nbytes: bar.advance(task, min(nbytes, 2**63))  # it cannot count what a hostile shape says
 
 
 def _print(*items: Any) -> None:

@@ -114,7 +114,8 @@ class LayoutPolicy:
 
     Chunks of one writer have at least `min_chunk_nbytes`, unless the whole array has less.
 
-    `codecs` maps key prefixes (at dots) to codec names, the longest matching prefix wins, ``""`` matches all.
+    `codecs` maps key prefixes (at dots) to codec names, the longest matching prefix wins, ``""`` matches all. A save
+    refuses a prefix that no key of any rank has.
     `extended_dtypes` is ``"native"`` (bfloat16 and float8 under their Zarr names) or ``"bits"`` (as unsigned
     integers with an attribute, for tools that do not know those names).
 

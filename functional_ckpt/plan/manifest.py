@@ -6,6 +6,7 @@ and answers anything else that is not a manifest with an error.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
@@ -32,9 +33,17 @@ __all__ = [
 ]
 
 FORMAT = "functional_ckpt"
-VERSION = (1, 0)
+#: The newest version that is written. What uses nothing new is called 1.0, byte for byte as ever.
+VERSION = (1, 1)
 DIGEST_NBYTES = 16
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+_TAG = re.compile(r'"(~[A-Za-z_.]+)":')
+_TAGS_1_0 = frozenset((
+    "~int", "~float", "~tuple", "~set", "~frozenset", "~dict", "~ordered", "~counter", "~bytes", "~complex", "~range",
+    "~torch.Size", "~torch.dtype", "~torch.device",
+))  # fmt: skip
 
 
 @attrs.frozen
@@ -57,7 +66,7 @@ class RankItem:
 class ArrayEntry:
     """A stored array: spec, layout, one 16-byte xxh3-128 digest per chunk, row-major, and its place in the tree.
 
-    `codec` names the object codec when the array holds the bytes of an object.
+    `codec` says that the array holds bytes: ``"json"`` of a plain value, ``"torch"`` of an object.
     """
 
     spec: ArraySpec
@@ -137,11 +146,19 @@ class Manifest:
         """Bytes of all arrays, uncompressed."""
         return sum(entry.spec.nbytes for entry in self.arrays)
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """The lowest version of the format that has all that this manifest uses."""
+        newer = any(entry.codec == "json" for entry in self.arrays)
+        texts = (*(value.text for value in self.values), self.attributes)
+        tags = {tag for text in texts if '"~' in text for tag in _TAG.findall(text)}
+        return VERSION if newer or tags - _TAGS_1_0 else (1, 0)
+
     def to_json(self) -> bytes:
         """Return the canonical text (UTF-8, sorted keys, no spaces)."""
         members = {
             "format": canonical(FORMAT),
-            "version": canonical(VERSION),
+            "version": canonical(self.version),
             "arrays": _listed(map(_array_to_json, self.arrays)),
             "values": _listed(_placed({"key": v.key, "value": json.loads(v.text)}, v) for v in self.values),
             "aliases": _listed(_placed({"key": a.key, "target": a.target}, a) for a in self.aliases),
@@ -270,7 +287,7 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
         raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
     object_codec = record.get("codec")
     if object_codec is not None and (
-        object_codec != "torch" or spec.dtype != "uint8" or len(shape) != 1 or not digests
+        object_codec not in ("json", "torch") or spec.dtype != "uint8" or len(shape) != 1 or not digests
     ):
         raise CorruptionError("an object of the manifest is inconsistent", spec.key, None, shape, found=object_codec)
     return ArrayEntry(spec, _layout(rung, chunk, codecs, stored), b"".join(digests), _path_of(record), object_codec)

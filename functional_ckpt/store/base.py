@@ -171,4 +171,7 @@ def storage_error(what: str, name: str, error: OSError) -> StorageError:
     full = error.errno in (ENOSPC, EDQUOT)
     found = f"{type(error).__name__}: {error.strerror or error}"
     remedy = "Free space; nothing was published" if full else None
-    return StorageError(f"{what} failed", path=name, found=found, remedy=remedy)
+    wrapped = StorageError(f"{what} failed", path=name, found=found, remedy=remedy)
+    for note in getattr(error, "__notes__", ()):  # the cause does not travel to other ranks
+        wrapped.add_note(note)
+    return wrapped

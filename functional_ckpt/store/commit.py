@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, CheckpointError, PathNotSharedError, PolicyError
-from functional_ckpt.plan.manifest import FORMAT, VERSION, Manifest
+from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.claim import Claim, claimed_by
@@ -283,7 +283,7 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     """Return the root's ``zarr.json`` for a manifest whose text has `digest`."""
     attributes = json.loads(manifest.attributes)
     values = {entry.key: json.loads(entry.text) for entry in manifest.values}
-    ours = {"format": FORMAT, "version": list(VERSION), "manifest": digest, "values": values}
+    ours = {"format": FORMAT, "version": list(manifest.version), "manifest": digest, "values": values}
     root: dict[str, Any] = {
         "zarr_format": 3,
         "node_type": "group",

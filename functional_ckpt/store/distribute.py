@@ -10,7 +10,7 @@ from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.store.assemble import joined_bytes
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_digest, decoding_nbytes, read_chunk
+from functional_ckpt.store.chunk import check_digest, read_chunk
 from functional_ckpt.store.encoding import Array, digest
 from functional_ckpt.store.exchange import Exchange, Message, Traffic, deliver
 from functional_ckpt.store.wave import Wave, waves_of
@@ -87,18 +87,15 @@ class _Chunks:
         """Read and check the chunks, and put the pieces that this rank wants."""
         rows = [*self.wave.here, *(row for foreign in self.wave.foreign.values() for row in foreign)]
         wanted = dict.fromkeys(map(self.wave.place_of, rows))
-        work = [self._work(store, verify, array, chunk) for array, chunk in wanted]
-        # A wave's chunks take up to a third of the budget; its messages come when they are read.
-        found: Any = run_all(work, 2 * budget_nbytes // 3, on_bytes)
+        # Nothing more is held: a wave's chunks take a third of the budget, and decoding them three times as much.
+        work = [
+            Work(self.entries[array].layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), 0)
+            for array, chunk in wanted
+        ]
+        found: Any = run_all(work, budget_nbytes, on_bytes)
         self._found = dict(zip(wanted, found, strict=True))
         for row in self.wave.here:
             self.wave.put(row, self.buffers, self._values(row))
-
-    def _work(self, store: Store, verify: str, array: int, chunk: int) -> Work:
-        layout = self.entries[array].layout
-        # The wave counts the chunk; what decoding it takes is more.
-        held = decoding_nbytes(layout) - layout.chunk_nbytes
-        return Work(layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), held)
 
     def _read(self, store: Store, verify: str, array: int, chunk: int) -> Array:
         entry = self.entries[array]

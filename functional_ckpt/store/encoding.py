@@ -23,6 +23,7 @@ __all__ = [
     "digest",
     "digest_bytes",
     "dtype_name",
+    "has_dtype",
     "is_raw",
     "node_name",
     "numpy_dtype",
@@ -60,6 +61,17 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     (dtype('float32'), 2)
     """
     return _NUMPY[name]
+
+
+def has_dtype(dtype: np.dtype[Any]) -> bool:
+    """Tell whether the format has a data type, whatever its byte order.
+
+    Examples
+    --------
+    >>> has_dtype(np.dtype(">f4")), has_dtype(np.dtype("U3"))
+    (True, False)
+    """
+    return dtype in _NAMES or dtype.newbyteorder("=") in _NAMES
 
 
 def dtype_name(dtype: np.dtype[Any], key: str | None = None) -> str:

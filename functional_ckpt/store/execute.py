@@ -161,13 +161,14 @@ class _Source:
         return found
 
 
-def content_digest(buffer: Buffer, spec: ArraySpec) -> bytes:
-    """Return the digest of a whole array in a buffer, looking at a few MiB at a time wherever it lies."""
+def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes:
+    """Return the digest of a whole array in a buffer: where it lies if it lies in order, else block by block."""
     view = buffer.view(spec.shape, 0)
     if view is not None and view.flags.c_contiguous and view.dtype.isnative:
         return digest(view)
     free = (False,) * len(spec.shape)
-    chunk = subdivide(tuple(max(n, 1) for n in spec.shape), free, spec.itemsize, 16 * BLOCK_NBYTES, 0)
+    block = min(16 * BLOCK_NBYTES, budget_nbytes)
+    chunk = subdivide(tuple(max(n, 1) for n in spec.shape), free, spec.itemsize, block, 0)
     hasher = xxhash.xxh3_128()
     # Leading axes are split first, so that the pieces in order are the array in C order.
     for piece in _pieces(ChunkGrid(spec.shape, chunk), spec.box):

@@ -10,7 +10,7 @@ from functional_ckpt.plan.field import refuse
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.files import FileStore
 
-__all__ = ["local_path", "open_store"]
+__all__ = ["directory_of", "local_path", "open_store"]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)  # of one letter, it is a drive
 _BROKEN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)(.+)", re.DOTALL)
@@ -71,6 +71,22 @@ def local_path(url: str | os.PathLike[str]) -> Path:
             return found
         # TensorStore refuses them. Links below count, those of the last name do not: it may be replaced.
         return found.resolve() if found.name == ".." else found.parent.resolve() / found.name
+
+
+def directory_of(url: str | os.PathLike[str]) -> Path | None:
+    """Return what `local_path` does, or None for the URL of another store.
+
+    Raises
+    ------
+    PolicyError
+        For what is neither a path nor a URL.
+
+    Examples
+    --------
+    >>> directory_of("memory://a") is None
+    True
+    """
+    return local_path(url) if _split(url)[0] == "file" else None
 
 
 def _split(url: object) -> tuple[str, str]:

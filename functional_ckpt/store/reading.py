@@ -12,7 +12,6 @@ from functional_ckpt.errors import (
     CheckpointError,
     CheckpointErrors,
     CorruptionError,
-    NotACheckpointError,
     ProblemError,
     ReplacedError,
     StorageError,
@@ -22,6 +21,7 @@ from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
 from functional_ckpt.store.encoding import array_metadata, node_name
+from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
@@ -148,23 +148,14 @@ class Opened:
 
 
 def _committed_digest(store: Store, root: bytes | None) -> str:
-    if root is None:
-        begun = next(iter(store.names()), None) is not None
-        raise NotACheckpointError(
-            "no checkpoint here", path=store.url,
-            found="no root: a save that did not finish, or was partly deleted" if begun else "nothing",
-            remedy="Load another checkpoint; functional_ckpt.sweep removes leftovers" if begun else "Check the path",
-        )  # fmt: skip
     try:
-        ours = json.loads(root, object_hook=_without_arrays)["attributes"]["functional_ckpt"]
+        ours = json.loads(root or b"", object_hook=_without_arrays)["attributes"]["functional_ckpt"]
         if ours["format"] != FORMAT:
             raise KeyError("format")
         check_version(ours["version"])
         return str(ours["manifest"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise NotACheckpointError(
-            "this Zarr group is not a checkpoint of functional_ckpt", path=store.url, remedy="Open it with zarr"
-        ) from None
+        raise why_not(store, root) from None
 
 
 def _without_arrays(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -222,7 +213,7 @@ def _root_problem(store: Store, manifest: Manifest) -> ProblemError | None:
         ours = root["attributes"][FORMAT]
         made = (json.loads(root_metadata(manifest, ours["manifest"], consolidate)) for consolidate in (True, False))
         # Who wrote a later minor version knows what else belongs there.
-        if ours["version"] != list(VERSION) or root in made:
+        if tuple(ours["version"]) > VERSION or root in made:
             return None
     except ProblemError as error:
         return error

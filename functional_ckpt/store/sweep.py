@@ -153,8 +153,8 @@ def _content(store: Store, name: str) -> bytes:
 
 
 def _begins(data: bytes, beginning: bytes) -> bool:
-    """Tell whether `data` begins so, or was torn off within it."""
-    return beginning.startswith(data[: len(beginning)])
+    """Tell whether `data` begins so, or was torn off within it; a power cut may leave zeros in place of the rest."""
+    return beginning.startswith(data.rstrip(b"\0")[: len(beginning)])
 
 
 def _is_unnamed_root(store: Store, name: str) -> bool:

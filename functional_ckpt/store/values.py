@@ -2,7 +2,7 @@
 
 JSON's own types stand for themselves. Everything else is an object with one key that starts with ``~``:
 ``{"~tuple": [...]}``, ``{"~float": "nan"}`` and so on. These are the types that real optimizer, scheduler and
-scaler state dicts hold.
+scaler state dicts hold, and data types of the standard library and of numpy.
 """
 
 import base64
@@ -10,16 +10,25 @@ import json
 import math
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from functional_ckpt.errors import CorruptionError, ObjectCodecError
+from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.store.data_types import DATA_DECODERS, encode_data
 
-__all__ = ["decode_text", "decode_value", "encode_value", "is_plain"]
+__all__ = [
+    "MAX_INLINE_NBYTES", "decode_text", "decode_value", "encode_value", "is_plain", "plain_text", "refuse_colliding",
+]  # fmt: skip
+
+#: Longest text of a value that stands in the manifest; a longer one is an array of its bytes.
+MAX_INLINE_NBYTES = 64 * 2**10
 
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError, OverflowError)
+_MAX_COLLISIONS = 1000
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 
 
 class _NotPlainError(Exception):
@@ -34,11 +43,21 @@ def is_plain(value: object) -> bool:
     >>> is_plain((1, 2.5, None)), is_plain(object())
     (True, False)
     """
+    return plain_text(value) is not None
+
+
+def plain_text(value: object) -> str | None:
+    """Return the canonical JSON of a plain value, None for any other.
+
+    Examples
+    --------
+    >>> plain_text({"b": 1, "a": (2,)}), plain_text(object())
+    ('{"a":{"~tuple":[2]},"b":1}', None)
+    """
     try:
-        encode_value(value)
+        return canonical(encode_value(value))
     except _NotPlainError:
-        return False
-    return True
+        return None
 
 
 def encode_value(value: Any) -> Any:
@@ -53,9 +72,12 @@ def encode_value(value: Any) -> Any:
     if value is None or kind in (bool, str):
         return value
     encode = _ENCODERS.get(kind) or _torch_encoder(kind)
-    if encode is None:
+    if encode is not None:
+        return encode(value)
+    coded = encode_data(value)
+    if coded is None:
         raise _NotPlainError(kind.__name__)
-    return encode(value)
+    return coded
 
 
 def decode_value(coded: Any) -> Any:
@@ -124,12 +146,61 @@ def _encode_dict(value: dict[Any, Any]) -> Any:
     return {"~dict": _pairs(value)}
 
 
+def _decode_deque(body: list[Any]) -> deque[Any]:
+    items, length = body
+    return deque(_decoded(items), length)
+
+
+def _encode_defaultdict(value: defaultdict[Any, Any]) -> Any:
+    factory = value.default_factory
+    name = None if factory is None else next((name for name, kind in _FACTORIES.items() if kind is factory), None)
+    if (factory is None) != (name is None):
+        raise _NotPlainError("defaultdict")
+    return {"~defaultdict": [name, _pairs(value)]}
+
+
+def _decode_defaultdict(body: list[Any]) -> defaultdict[Any, Any]:
+    name, pairs = body
+    return defaultdict(None if name is None else _FACTORIES[name], _from_pairs(pairs))
+
+
 def _pairs(value: dict[Any, Any]) -> list[Any]:
     return [[encode_value(key), encode_value(item)] for key, item in value.items()]
 
 
 def _from_pairs(pairs: list[Any]) -> dict[Any, Any]:
-    return {decode_value(key): decode_value(item) for key, item in pairs}
+    keys = _spread(decode_value(key) for key, _ in pairs)
+    return dict(zip(keys, (decode_value(item) for _, item in pairs), strict=True))
+
+
+def _decoded(body: list[Any]) -> list[Any]:
+    return [decode_value(item) for item in body]
+
+
+def _spread(items: Iterable[Any]) -> list[Any]:
+    """Return the items of a set or the keys of a dict."""
+    found = list(items)
+    refuse_colliding(found)
+    return found
+
+
+def refuse_colliding(items: Iterable[Hashable]) -> None:
+    """Raise ValueError if so many items have one hash that a set of them would take the square of their number.
+
+    Nobody holds such values, but ints that differ by multiples of 2**61 - 1 are easily written.
+
+    Examples
+    --------
+    >>> refuse_colliding([1, 2, 2**61])
+    """
+    first: dict[int, Hashable] = {}
+    others: Counter[int] = Counter()
+    for item in items:
+        found = hash(item)
+        if first.setdefault(found, item) != item:
+            others[found] += 1
+            if others[found] > _MAX_COLLISIONS:
+                raise ValueError(f"more than {_MAX_COLLISIONS} keys or items have one hash")
 
 
 def _items(value: Any) -> list[Any]:
@@ -150,8 +221,10 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     complex: lambda value: {"~complex": [_encode_float(value.real), _encode_float(value.imag)]},
     set: lambda value: {"~set": _encode_set(value)},
     frozenset: lambda value: {"~frozenset": _encode_set(value)},
-    range: lambda value: {"~range": [value.start, value.stop, value.step]},
-    defaultdict: _encode_dict,
+    range: lambda value: {"~range": _items((value.start, value.stop, value.step))},
+    slice: lambda value: {"~slice": _items((value.start, value.stop, value.step))},
+    deque: lambda value: {"~deque": [_items(value), value.maxlen]},
+    defaultdict: _encode_defaultdict,
     Counter: lambda value: {"~counter": _pairs(value)},
     OrderedDict: lambda value: {"~ordered": _pairs(value)},
 }
@@ -160,17 +233,21 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "~int": lambda body: int(body, 16),
     "~float": _decode_float,
     "~dict": _from_pairs,
-    "~tuple": lambda body: tuple(decode_value(item) for item in body),
+    "~tuple": lambda body: tuple(_decoded(body)),
     "~bytes": lambda body: base64.b64decode(body, validate=True),
     "~complex": lambda body: complex(*map(decode_value, body)),
-    "~set": lambda body: {decode_value(item) for item in body},
-    "~frozenset": lambda body: frozenset(decode_value(item) for item in body),
-    "~range": lambda body: range(*body),
+    "~set": lambda body: set(_spread(_decoded(body))),
+    "~frozenset": lambda body: frozenset(_spread(_decoded(body))),
+    "~range": lambda body: range(*_decoded(body)),
+    "~slice": lambda body: slice(*_decoded(body)),
+    "~deque": _decode_deque,
     "~counter": lambda body: Counter(_from_pairs(body)),
     "~ordered": lambda body: OrderedDict(_from_pairs(body)),
+    "~defaultdict": _decode_defaultdict,
     "~torch.Size": lambda body: _torch().Size(body),
     "~torch.dtype": lambda body: _torch_dtype(body),
     "~torch.device": lambda body: _torch().device(body),
+    **DATA_DECODERS,
 }
 
 

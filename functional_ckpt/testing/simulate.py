@@ -60,10 +60,10 @@ class SimulatedGather:
             turn = len(mail.sent[self.rank])
             mail.sent[self.rank].append(pickle.dumps(value))
             mail.changed.notify_all()
-            mail.changed.wait_for(lambda: not self._waits_for(turn) or self._lost(turn), mail.timeout_s)
+            in_time = mail.changed.wait_for(lambda: not self._waits_for(turn) or self._lost(turn), mail.timeout_s)
             waited_for = self._waits_for(turn)
             if waited_for:
-                raise RuntimeError(f"ranks {waited_for} did not take part in exchange {turn}")
+                raise RuntimeError(f"ranks {waited_for} did not take part in exchange {turn}{self._late(in_time)}")
             return [pickle.loads(sent[turn]) for sent in mail.sent]  # noqa: S301 - our own bytes
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
@@ -75,13 +75,17 @@ class SimulatedGather:
                 mail.changed.notify_all()
             if not nbytes:
                 return np.empty(0, np.uint8)
-            mail.changed.wait_for(lambda: self._has_letter(source) or mail.ended[source], mail.timeout_s)
+            in_time = mail.changed.wait_for(lambda: self._has_letter(source) or mail.ended[source], mail.timeout_s)
             if not self._has_letter(source):
-                raise RuntimeError(f"rank {source} did not send its piece")
+                raise RuntimeError(f"rank {source} did not send its piece{self._late(in_time)}")
             letter = mail.letters[source, self.rank].pop(0)
         if len(letter) != nbytes:
             raise RuntimeError(f"rank {source} sent {len(letter)} bytes, {nbytes} were expected")
         return np.frombuffer(letter, np.uint8)
+
+    def _late(self, in_time: bool) -> str:
+        """Say that a rank was waited for, rather than seen to end."""
+        return "" if in_time else f" within {self._mail.timeout_s} s"
 
     def _has_letter(self, source: int) -> bool:
         return bool(self._mail.letters.get((source, self.rank)))

@@ -8,6 +8,7 @@ import attrs
 
 from functional_ckpt.errors import CorruptionError
 from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.opening import directory_of, local_path
 from functional_ckpt.torch.sharded_base import CheckpointingException
 
 __all__ = [
@@ -58,8 +59,8 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
     CheckpointingException
         If it cannot be read.
     """
-    path = Path(checkpoint_dir, CONFIG_FNAME)
-    if not str(checkpoint_dir) or not path.is_file():
+    directory = directory_of(checkpoint_dir) if checkpoint_dir != "" else None
+    if directory is None or not (path := directory / CONFIG_FNAME).is_file():
         return None
     known = [field.name for field in attrs.fields(CheckpointingConfig)]
     with storage_errors("reading", str(path)):
@@ -82,7 +83,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
     >>> maybe_load_config(path).sharded_backend
     'functional_ckpt'
     """
-    path = Path(checkpoint_dir, CONFIG_FNAME)
+    path = local_path(checkpoint_dir) / CONFIG_FNAME
     with storage_errors("writing", str(path)):
         new = path.with_name(f".{CONFIG_FNAME}.new")
         with new.open("w") as file:

@@ -40,14 +40,15 @@ from functional_ckpt.plan.manifest import Manifest, RankItem, canonical
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import DictKey, Path
 from functional_ckpt.store.values import decode_value, encode_value, is_plain
+from functional_ckpt.torch.objects import dump
 from functional_ckpt.torch.tensors import TORCH_DTYPES
 
 __all__ = [
     "BytesStorageMetadata", "ChunkStorageMetadata", "DefaultLoadPlanner", "DefaultSavePlanner", "Future", "LoadPlan",
     "LoadPlanner", "Members", "Metadata", "MetadataIndex", "ReadItem", "SavePlan", "SavePlanner", "StorageMeta",
-    "StorageReader", "StorageWriter", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item", "chunk_of",
-    "done", "is_bytes", "is_whole", "metadata_of", "paths", "planned", "read_box", "read_item", "stamp",
-    "stored_metadata", "streamed", "tree_path", "with_planner_data", "with_storage_data", "write_item", "write_result",
+    "StorageReader", "StorageWriter", "Streamed", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item",
+    "chunk_of", "done", "is_bytes", "is_whole", "metadata_of", "paths", "planned", "read_box", "read_item", "stamp",
+    "stored_metadata", "tree_path", "with_planner_data", "with_storage_data", "write_item", "write_result",
     "written_box",
 ]  # fmt: skip
 
@@ -321,18 +322,17 @@ def tree_path(key: str, planner_data: Any) -> Path:
     return (key,)
 
 
-def streamed(value: Any) -> io.BytesIO:
-    """Return a value as the stream that load planners expect.
+class Streamed(io.BytesIO):
+    """A value as the stream that load planners expect, made by our reader: its classes have been allowed.
 
     Examples
     --------
-    >>> torch.load(streamed((1, 2)))
+    >>> torch.load(Streamed((1, 2)))
     (1, 2)
     """
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(dump("", value).tobytes())
 
 
 def _object_path(key: str, path: Iterable[Any] | None) -> tuple[Any, ...]:

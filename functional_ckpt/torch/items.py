@@ -11,7 +11,8 @@ import torch
 from functional_ckpt.capture import Captured
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError, raise_problems
 from functional_ckpt.leaves import NumpyLeaves
-from functional_ckpt.plan.manifest import ValueEntry, canonical
+from functional_ckpt.objects import object_bytes, trust_needed, warn_of_trust
+from functional_ckpt.plan.manifest import ValueEntry
 from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState
 from functional_ckpt.policy import SavePolicy
 from functional_ckpt.spec.box import Box
@@ -19,7 +20,7 @@ from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, unflatten
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.execute import content_digest
-from functional_ckpt.store.values import encode_value, is_plain
+from functional_ckpt.store.values import MAX_INLINE_NBYTES, plain_text
 from functional_ckpt.torch.dcp import SavePlan, WriteItem, is_bytes, is_whole, tree_path, written_box
 from functional_ckpt.torch.resolving import PlannedBuffer, Resolver
 
@@ -44,6 +45,7 @@ def captured_plan(plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, t
         except CheckpointError as error:
             problems.append(error)
     raise_problems(problems)
+    warn_of_trust(seen.untrusted)
     return seen.captured(terms)
 
 
@@ -64,13 +66,14 @@ class _Items:
         self._leaves: dict[str, ArrayLeaf] = {}
         self._regions: dict[str, list[_Item]] = {}
         self._values: list[ValueEntry] = []
+        self.untrusted: dict[str, tuple[str, ...]] = {}
         self._copies: list[CopyDigest] = []
 
     def add(self, item: WriteItem) -> None:
         """Collect one item."""
         key = item.index.fqn
         if is_bytes(item):
-            self._add_bytes(key, self.resolver.data(item))
+            self._add_object(key, item)
             return
         held = self.resolver.held(item)
         shape, box = written_box(item)
@@ -104,32 +107,49 @@ class _Items:
         if leaf.is_copy and leaf.key in self._regions:
             raise SpecError("the plan writes a whole tensor twice", leaf.key, self.rank, leaf.spec.shape)
         if leaf.is_copy and self.digested and self.policy.replicated == "check":
-            self._copies.append(CopyDigest(leaf.spec, content_digest(region.buffer, leaf.spec)))
+            digest = content_digest(region.buffer, leaf.spec, self.policy.budget_nbytes)
+            self._copies.append(CopyDigest(leaf.spec, digest))
         self._regions.setdefault(leaf.key, []).append(region)
 
-    def _add_bytes(self, key: str, stream: Any) -> None:
-        data = stream.getvalue() if isinstance(stream, io.BytesIO) else bytes(stream.read())
-        found = _plain(data)
-        if found is not None:
-            self._values.append(ValueEntry(key, canonical(encode_value(found[0])), self._paths[key]))
-            return
+    def _add_object(self, key: str, item: WriteItem) -> None:
+        held = self.resolver.value(item)
+        data = b"" if held is not None else _bytes_of(self.resolver.data(item))
+        found = _plain(data) if held is None else held
+        text = None if found is None else plain_text(found[0])
+        if text is not None and len(text) <= MAX_INLINE_NBYTES:
+            self._values.append(ValueEntry(key, text, self._paths[key]))
+        elif text is not None:
+            self._add_bytes(key, text.encode(), "json")
+        else:
+            self._add_untrusted(key, data if held is None else object_bytes(key, held[0]).tobytes())
+
+    def _add_untrusted(self, key: str, data: bytes) -> None:
+        # Before all else: with another policy a PerRank would be lost all the same.
+        self.untrusted[key] = trust_needed(key, np.frombuffer(data, np.uint8))
         if self.policy.object_codec is None:
             raise UnsupportedLeafError(
                 "a value is neither a tensor nor plain", key, self.rank,
                 remedy="Pass SavePolicy(object_codec='torch'), which is the default of ZarrStorageWriter",
             )  # fmt: skip
+        self._add_bytes(key, data, self.policy.object_codec)
+
+    def _add_bytes(self, key: str, data: bytes, codec: str) -> None:
         held = NumpyLeaves().hold(key, np.frombuffer(data, np.uint8), self.rank)
-        leaf = ArrayLeaf(held.spec, self._paths[key], self.policy.object_codec, None, True)
+        leaf = ArrayLeaf(held.spec, self._paths[key], codec, None, True)
         self._add(leaf, _Item(held.buffers[0], held.spec.box))
 
 
+def _bytes_of(stream: Any) -> bytes:
+    return stream.getvalue() if isinstance(stream, io.BytesIO) else bytes(stream.read())
+
+
 def _plain(data: bytes) -> tuple[Any] | None:
-    """Return the value in a stream of ``torch.save`` if it is a plain one; unpickles nothing but plain types."""
+    """Return the value in a stream of ``torch.save`` if it takes no more than plain types to build it."""
     try:
         value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception:  # anything else stays the bytes that it is
         return None
-    return (value,) if is_plain(value) else None
+    return (value,)
 
 
 def _tidy_paths(keys: Iterable[str], planner_data: Any) -> dict[str, Path]:

@@ -1,39 +1,135 @@
 """Objects as ``torch.save`` bytes, read back without running code unless the caller says so."""
 
+import argparse
+import datetime
 import io
+import pathlib
+import pickle
+import re
+from collections import deque
 from collections.abc import Iterable
+from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
 
-from functional_ckpt.errors import ObjectCodecError
+from functional_ckpt.errors import ObjectCodecError, UnsupportedLeafError
+from functional_ckpt.leaves import PerRank
+from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.store.data_types import encode_data
 from functional_ckpt.store.encoding import Array
+from functional_ckpt.store.values import decode_text, plain_text
 
-__all__ = ["dump", "load"]
+__all__ = ["classes_to_allow", "dump", "load", "refuse_per_rank"]
+
+#: Data types of the standard library that hold no code: allowed within objects as they are among plain values.
+_SAFE: tuple[Any, ...] = (
+    decode_text, frozenset, range, slice, datetime.date, datetime.datetime, datetime.time, datetime.timedelta,
+    datetime.timezone, Decimal, UUID, io.BytesIO, type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath,
+    argparse.Namespace,
+)  # fmt: skip
+#: What the pickle of a set has in it.
+_SETS = (b"__builtin__\nset\n", b"__builtin__\nfrozenset\n")
+_PER_RANK = f"{PerRank.__module__}.{PerRank.__qualname__}"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class _Pickler(pickle.Pickler):
+    """Writes data types as the text of their values: exact, and read by a function that builds nothing else.
+
+    numpy's own pickles need classes that can be told to take bytes of the file for pointers.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to make a value, or leave it to its class."""
+        text = plain_text(value) if isinstance(value, deque) else _text_of(encode_data(value))
+        return NotImplemented if text is None else (decode_text, ("", text))
+
+
+def _text_of(coded: Any) -> str | None:
+    return None if coded is None else canonical(coded)
+
+
+class _SortingPickler(pickle._Pickler):
+    """Writes sets of plain values in an order that does not depend on the process; slow, and the only one that can."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to make a value, or leave it to its class."""
+        if type(value) not in (set, frozenset):
+            return _Pickler.reducer_override(self, value)  # type: ignore[arg-type]
+        items = [(plain_text(item), item) for item in value]
+        if any(text is None for text, _ in items):
+            return NotImplemented
+        return type(value), ([item for _, item in sorted(items, key=lambda pair: str(pair[0]))],)
+
+
+def _bytes_of(value: Any, pickler: type) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=SimpleNamespace(__name__="pickle", Pickler=pickler))
+    return buffer.getvalue()
 
 
 def dump(key: str, value: Any) -> Array:
-    """Return what ``torch.save`` writes, as a uint8 array."""
-    buffer = io.BytesIO()
+    """Return what ``torch.save`` writes, as a uint8 array: the same on all ranks that hold the same."""
     try:
-        torch.save(value, buffer)
+        data = _bytes_of(value, _Pickler)
+        if any(name in data for name in _SETS):
+            data = _bytes_of(value, _SortingPickler)
     except Exception as error:  # pickling calls code of the object, which can raise anything
         raise ObjectCodecError(
             "an object cannot be serialised", key, found=f"{type(error).__name__}: {error}"
         ) from error
-    return np.frombuffer(buffer.getvalue(), np.uint8)
+    return np.frombuffer(data, np.uint8)
+
+
+def classes_to_allow(data: bytes, safe_globals: Iterable[Any]) -> tuple[str, ...]:
+    """Return the names of what the bytes of an object need besides what is allowed; none where they cannot tell."""
+    with torch.serialization.safe_globals(_allowed(safe_globals)):
+        try:
+            return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))))
+        except Exception:  # not from torch.save, or with an instruction that it does not know: loading tells
+            return ()
 
 
 def load(key: str, data: bytes, safe_globals: Iterable[Any] | str) -> Any:
     """Return the object; ``weights_only`` unless `safe_globals` is ``"trust"``."""
     trust = isinstance(safe_globals, str) and safe_globals == "trust"
-    classes = [] if isinstance(safe_globals, str) else list(safe_globals)
     try:
-        with torch.serialization.safe_globals(classes):
+        with torch.serialization.safe_globals(_allowed(() if isinstance(safe_globals, str) else safe_globals)):
             return torch.load(io.BytesIO(data), weights_only=not trust, map_location="cpu")
-    except Exception as error:  # so does unpickling
+    except Exception as error:  # unpickling can raise anything too
         raise ObjectCodecError(
-            "an object cannot be read", key, found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-            remedy="Allow its classes with LoadPolicy(safe_globals=[...])",
+            "an object cannot be read", key, found=_first_line(error),
+            remedy="If you trust the file, pass LoadPolicy(safe_globals='trust')",
         ) from error  # fmt: skip
+
+
+def refuse_per_rank(key: str, classes: Iterable[str]) -> None:
+    """Raise if an object holds a `PerRank`, of which one rank's value would be left.
+
+    Raises
+    ------
+    UnsupportedLeafError
+        If it does.
+    """
+    if _PER_RANK in classes:
+        raise UnsupportedLeafError(
+            "a PerRank within an object, or through torch.distributed.checkpoint, would keep one rank's value", key,
+            remedy="Give each rank's value a key of its own, such as f'rng.{rank}', or save it by functional_ckpt.save",
+        )  # fmt: skip
+
+
+def _allowed(safe_globals: Iterable[Any]) -> list[Any]:
+    """Return the classes that may be built; with numpy's data type also its kinds, which no file names."""
+    classes = [*_SAFE, *safe_globals]
+    return [*classes, *(type(np.dtype(code)) for code in np.typecodes["All"])] if np.dtype in classes else classes
+
+
+def _first_line(error: Exception) -> str:
+    """Return what went wrong, without colours; torch wraps it, with advice, into another error of the same type."""
+    inner = error.__context__ if isinstance(error.__context__, type(error)) else error
+    lines = (line.strip() for line in _COLOURS.sub("", str(inner)).splitlines())
+    return next((line for line in lines if line), type(error).__name__)

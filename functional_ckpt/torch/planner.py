@@ -4,9 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.errors import (
     CastError,
     GapError,
@@ -17,6 +19,7 @@ from functional_ckpt.errors import (
     report,
 )
 from functional_ckpt.objects import object_from_bytes
+from functional_ckpt.plan.field import refuse
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.mismatch import listed
@@ -31,6 +34,7 @@ from functional_ckpt.torch.dcp import (
     Metadata,
     ReadItem,
     SavePlan,
+    Streamed,
     TensorStorageMetadata,
     WriteItem,
     byte_item,
@@ -38,13 +42,15 @@ from functional_ckpt.torch.dcp import (
     is_whole,
     metadata_of,
     read_item,
-    streamed,
     write_item,
     written_box,
 )
 from functional_ckpt.torch.tensors import DTYPE_NAMES, TORCH_DTYPES
 
-__all__ = ["StrictLoadPlanner", "StrictSavePlanner", "global_save_plan", "load_plan", "local_save_plan"]
+__all__ = [
+    "StrictLoadPlanner", "StrictSavePlanner", "check_unused", "global_save_plan", "load_plan", "local_numel",
+    "local_save_plan",
+]  # fmt: skip
 
 
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
@@ -155,6 +161,8 @@ class StrictLoadPlanner(DefaultLoadPlanner):
     """
 
     def __init__(self, policy: LoadPolicy = LoadPolicy(), **options: Any) -> None:
+        check_policy(self, policy, LoadPolicy)
+        check_unused(self, policy)
         options.setdefault("allow_partial_load", policy.strict.missing != "raise")
         super().__init__(**options)
         self.policy = policy
@@ -188,10 +196,11 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Build the object from allowed types, then let DCP put it in its place."""
-        data = torch.frombuffer(bytearray(value.getvalue()), dtype=torch.uint8).numpy()
-        found = object_from_bytes(read_item.storage_index.fqn, data, self.policy.safe_globals)
-        super().load_bytes(read_item, streamed(found))
+        """Build the object from allowed types, then let DCP put it in its place; our reader has done so already."""
+        if not isinstance(value, Streamed):
+            data = np.frombuffer(value.read(), np.uint8)
+            value = Streamed(object_from_bytes(read_item.storage_index.fqn, data, self.policy.safe_globals))
+        super().load_bytes(read_item, value)
 
     def _metadata(self) -> Metadata:
         if self.metadata is None:
@@ -224,6 +233,21 @@ def _read_item(read: ArrayRead, shard: ShardSpec, entry: ArrayEntry) -> ReadItem
     return read_item(read.key, read.box, read.target.box, entry.spec.box, number)
 
 
+def check_unused(owner: object, policy: LoadPolicy) -> None:
+    """Raise `PolicyError` for a field that says what to load, which ``torch.distributed.checkpoint`` decides.
+
+    Examples
+    --------
+    >>> check_unused("a reader", LoadPolicy(cast="any"))
+    """
+    for name in ("keys", "rename", "per_rank", "allow_shape_mismatch", "device", "read_once"):
+        value = getattr(policy, name)
+        if value != getattr(LoadPolicy(), name):
+            raise refuse(
+                owner, name, "the default", value, "DCP decides what is loaded: select and rename in the state"
+            )
+
+
 def _act(action: str, problems: Sequence[ProblemError]) -> None:
     if action == "raise":
         raise_problems(problems)
@@ -239,7 +263,7 @@ def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemE
             cells[item.dest_index.fqn] = cells.get(item.dest_index.fqn, 0) + int(item.lengths.numel())
     problems: list[ProblemError] = []
     for key, value in wanted.items():
-        expected = _local_numel(value)
+        expected = local_numel(value)
         if expected is not None and cells.get(key, 0) != expected:
             shape = tuple(value.shape)
             problems.append(GapError("the checkpoint does not fill a tensor", key, None, shape, None,
@@ -247,8 +271,14 @@ def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemE
     return problems
 
 
-def _local_numel(value: Any) -> int | None:
-    """Return how many elements of a tensor this rank holds; None for what is no tensor."""
+def local_numel(value: Any) -> int | None:
+    """Return how many elements of a tensor this rank holds; None for what is no tensor.
+
+    Examples
+    --------
+    >>> local_numel(torch.ones(2, 3)), local_numel(3)
+    (6, None)
+    """
     if not isinstance(value, torch.Tensor):
         return None
     chunks = getattr(value, "__create_chunk_list__", None)

@@ -5,7 +5,7 @@ DCP's planner hands out the tensors of the state dict themselves, which cost not
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Any
 
@@ -46,14 +46,21 @@ class Resolver:
         CheckpointError
             Whatever the planner raises.
         """
+        return self._asking(item, lambda: self.planner.resolve_data(item))
+
+    def _asking(self, item: WriteItem, ask: Callable[[], Any]) -> Any:
         try:
-            return self.planner.resolve_data(item)
+            return ask()
         except CheckpointError:
             raise
         except Exception as error:  # a planner is the user's code
             raise UnsupportedLeafError(
                 "the planner cannot give an item's data", item.index.fqn, found=f"{type(error).__name__}: {error}"
             ) from error
+
+    def value(self, item: WriteItem) -> tuple[Any] | None:
+        """Return the object of an item as the state dict holds it, unless the planner makes something else of it."""
+        return None if self.makes_tensors else (self._asking(item, lambda: self.planner.lookup_object(item.index)),)
 
     def held(self, item: WriteItem) -> HeldArray:
         """Return the tensor of an item, asking for it unless it was asked for a moment ago."""

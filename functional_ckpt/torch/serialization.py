@@ -12,6 +12,7 @@ from functional_ckpt.api import named
 from functional_ckpt.comm import Gather, agree, turn_of
 from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, SpecError
 from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.opening import directory_of, local_path
 from functional_ckpt.torch.core import CheckpointingConfig, maybe_load_config, save_config
 from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.sharded_base import CommonStateDict, ShardedStateDict, StateDict
@@ -113,7 +114,7 @@ def save(
     gather = _gather("save", checkpoint_dir)
     with turn_of(gather):
         parts = agree(gather, lambda: Parts.of(state))
-        agree(gather, lambda: _check_directory(Path(checkpoint_dir), gather.rank == 0))
+        agree(gather, lambda: _check_directory(local_path(checkpoint_dir), gather.rank == 0))
         if validate_access_integrity:
             _check_integrity(parts, gather, preprocess_common_before_consistancy_check)
         common_saver.save_common(parts.common, checkpoint_dir)
@@ -337,7 +338,8 @@ def _loaders(
     if config is None and is_without_halves(checkpoint_dir):
         config = CheckpointingConfig(BACKEND, VERSION, BACKEND, VERSION)
     if config is None:
-        there = Path(checkpoint_dir).is_dir()
+        directory = directory_of(checkpoint_dir)
+        there = directory is not None and directory.is_dir()
         raise NotACheckpointError(
             "this is no distributed checkpoint" if there else "the checkpoint directory does not exist",
             path=str(checkpoint_dir), found="no metadata.json" if there else None,

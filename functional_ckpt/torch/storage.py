@@ -13,6 +13,7 @@ import attrs
 import torch.distributed as dist
 
 from functional_ckpt.api import named
+from functional_ckpt.arguments import check_flag, check_policy
 from functional_ckpt.capture import Captured, terms_of
 from functional_ckpt.comm import Gather, GatherOnly, LocalGather, agree, turn_of
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
@@ -90,6 +91,8 @@ class ZarrStorageWriter(StorageWriter):
 
     def __init__(self, path: str | Path, *, policy: SavePolicy = _SAVE_POLICY, overwrite: bool = True) -> None:
         super().__init__()
+        check_policy(self, policy, SavePolicy)
+        check_flag(self, "overwrite", overwrite)
         self.path, self.policy, self.overwrite = path, policy, overwrite
         self._members: Members | None = None
         self._is_coordinator, self._with_collectives = False, True

@@ -1,14 +1,15 @@
 """Reading for ``torch.distributed.checkpoint``: `ZarrStorageReader`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import GapError, ProblemError, ShapeError, SpecError, raise_problems
-from functional_ckpt.loading import read_object
+from functional_ckpt.arguments import check_policy
+from functional_ckpt.errors import CheckpointError, GapError, ProblemError, ShapeError, SpecError, raise_problems
+from functional_ckpt.objects import ObjectReader
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.policy import LoadPolicy
@@ -26,12 +27,13 @@ from functional_ckpt.torch.dcp import (
     Metadata,
     ReadItem,
     StorageReader,
+    Streamed,
     done,
     is_bytes,
     read_box,
     stored_metadata,
-    streamed,
 )
+from functional_ckpt.torch.planner import check_unused, local_numel
 from functional_ckpt.torch.tensors import TORCH_LEAVES
 
 __all__ = ["ZarrStorageReader", "has_store"]
@@ -50,6 +52,8 @@ class ZarrStorageReader(StorageReader):
 
     Raises
     ------
+    PolicyError
+        For a policy that says what to load (`keys`, `rename`, ...): DCP decides that.
     CheckpointError
         Within DCP's ``CheckpointException``: for a chunk that is missing, short or corrupt, an element of a
         destination that nothing is read for, a change of data type, an object of a class that is not allowed.
@@ -69,6 +73,8 @@ class ZarrStorageReader(StorageReader):
 
     def __init__(self, path: str | Path, *, policy: LoadPolicy = LoadPolicy()) -> None:
         super().__init__()
+        check_policy(self, policy, LoadPolicy)
+        check_unused(self, policy)
         self.path, self.policy = path, policy
         self._opened: _Opened | None = None
 
@@ -119,16 +125,14 @@ class ZarrStorageReader(StorageReader):
     def _read(self, opened: "_Opened", plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
         targets = [planner.resolve_tensor(item) for item in tensors]
-        raise_problems(_uncovered(tensors, planner))
+        raise_problems([*_uncovered(tensors, planner), *opened.left_out(plan.items, planner)])
         with opened.source.guard():
+            streams = opened.streams([item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
             opened.fill(tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
-        for item in plan.items:
-            if is_bytes(item):
-                with opened.source.guard():
-                    value = opened.value(item.storage_index.fqn, self.policy.safe_globals)
-                planner.load_bytes(item, streamed(value))
+        for item, stream in streams:
+            planner.load_bytes(item, stream)
         opened.source.check()
 
 
@@ -152,6 +156,24 @@ class _Opened:
     def manifest(self) -> Manifest:
         """What it contains."""
         return self.source.manifest
+
+    def left_out(self, items: Iterable[ReadItem], planner: Any) -> list[ProblemError]:
+        """Return a problem for each key that is stored and wanted whole, and for which the plan reads nothing.
+
+        Needs a planner that shows what it wants, and that may not load in part.
+        """
+        wanted = getattr(planner, "state_dict", None)
+        if not isinstance(wanted, Mapping) or getattr(planner, "allow_partial_load", False):
+            return []
+        planned = {item.dest_index.fqn for item in items}
+        stored = {*self.manifest.by_key, *(value.key for value in self.manifest.values)}
+        return [
+            GapError("the plan reads nothing for a key", key, None, None, None,
+                     "1 value" if count is None else f"{count} elements", 0,
+                     "Leave it out of the state dict, or pass a planner with allow_partial_load=True")
+            for key, value in wanted.items()
+            if key in stored and key not in planned and (count := local_numel(value)) != 0
+        ]  # fmt: skip
 
     def fill(self, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
         """Read the region of each item into its target."""
@@ -178,15 +200,27 @@ class _Opened:
         raise_problems(problem for problem in problems if problem is not None)
         read_plan(plan, entries, buffers, self.store, policy.budget_nbytes, policy.verify)
 
-    def value(self, key: str, safe_globals: Iterable[Any] | str) -> Any:
-        """Return the plain value or object under `key`."""
+    def streams(self, items: Iterable[ReadItem], safe_globals: Iterable[Any] | str) -> list[tuple[ReadItem, Streamed]]:
+        """Return the plain values and objects that items ask for; what cannot be read is told of all at once."""
+        objects = ObjectReader(self.store, safe_globals)
+        texts = {value.key: value.text for value in self.manifest.values}
+        problems: list[CheckpointError] = []
+        found: list[tuple[ReadItem, Streamed]] = []
+        for item in items:
+            try:
+                found.append((item, Streamed(self._value(item.storage_index.fqn, texts, objects))))
+            except CheckpointError as error:
+                problems.append(error)
+        raise_problems([*problems, *([objects.problem] if objects.problem else [])])
+        return found
+
+    def _value(self, key: str, texts: Mapping[str, str], objects: ObjectReader) -> Any:
         entry: ArrayEntry | None = self.manifest.by_key.get(key)
         if entry is not None:
-            return read_object(self.store, entry, safe_globals)
-        text = next((value.text for value in self.manifest.values if value.key == key), None)
-        if text is None:
+            return objects.read(entry)
+        if key not in texts:
             raise SpecError("the checkpoint has no such value", key)
-        return decode_text(key, text)
+        return decode_text(key, texts[key])
 
 
 def has_store(checkpoint_id: Any) -> bool:

@@ -21,7 +21,7 @@ from functional_ckpt.plan.check import check_conflicts
 from functional_ckpt.plan.save import check_mains
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.store.encoding import digest
-from functional_ckpt.store.values import is_plain
+from functional_ckpt.store.values import plain_text
 from functional_ckpt.torch.exceptions import asserted
 from functional_ckpt.torch.objects import dump
 from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict, is_main_replica, logger
@@ -244,8 +244,9 @@ def _digests(tree: Any, path: tuple[Any, ...]) -> Iterable[tuple[str, str]]:
             yield from _digests(child, (*path, place))
         return
     name = ".".join(map(str, path))
-    if is_plain(tree):
-        yield name, repr(tree)
+    text = plain_text(tree)
+    if text is not None:
+        yield name, text
         return
     try:
         yield name, digest(dump(name, tree)).hex()

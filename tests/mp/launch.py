@@ -22,6 +22,10 @@ import attrs
 
 _SPAWN = multiprocessing.get_context("spawn")
 _JOIN_S = 60
+#: What a call on all ranks may take.
+LIMIT_S = 60.0
+#: For a policy: a rank that waits this long hangs, by the limit above. Who must be told at once is told before.
+NEVER_S = 600
 
 
 @attrs.frozen
@@ -54,7 +58,7 @@ class Ranks:
         self._joined = 0
         self._whole = False
 
-    def run(self, function, *arguments, limit_s=60.0):
+    def run(self, function, *arguments, limit_s=LIMIT_S):
         """Call `function(*arguments)` on every rank and return the results by rank; any failure is the test's."""
         outcomes = self.outcomes(function, *arguments, limit_s=limit_s)
         failed = [o for o in outcomes if o.error is not None or o.dead]
@@ -62,7 +66,7 @@ class Ranks:
             raise AssertionError("\n".join(f"--- rank {o.rank} ---\n{o.text or 'died'}" for o in failed))
         return [o.value for o in outcomes]
 
-    def outcomes(self, function, *arguments, limit_s=60.0):
+    def outcomes(self, function, *arguments, limit_s=LIMIT_S):
         """Call `function(*arguments)` on every rank and return what came of it, failures included."""
         self._repair()
         return self._call(function, arguments, limit_s)
@@ -199,6 +203,25 @@ def _join(port, name, size):
     timeout = timedelta(seconds=_JOIN_S)
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
     dist.init_process_group("gloo", store=store, rank=rank(), world_size=size, timeout=timeout)
+
+
+@contextlib.contextmanager
+def telling(folder):
+    """Leave a file named by this rank when the block ends, however it does."""
+    try:
+        yield
+    finally:
+        (folder / str(rank())).touch()
+
+
+def outwait(folder, others):
+    """Hang until that many ranks have told in `folder` that they are through; leave a file "all" if they did."""
+    ends = time.monotonic() + LIMIT_S / 2
+    while len(list(folder.iterdir())) < others:
+        if time.monotonic() > ends:
+            return
+        time.sleep(0.02)
+    (folder / "all").touch()
 
 
 meshes = {}

@@ -144,7 +144,7 @@ def failing_in_background(path):
     fc.async_save({"w": state_at(1)["rows"]}, path, policy=SMALL).result(20)
 
 
-SMALL = fc.SavePolicy(layout=fc.LayoutPolicy(min_chunk_nbytes=0), timeout_s=20)
+SMALL = fc.SavePolicy(layout=fc.LayoutPolicy(min_chunk_nbytes=0), timeout_s=launch.NEVER_S)
 
 
 def test_a_failure_in_the_background_reaches_every_rank(four, tmp_path):
@@ -152,7 +152,6 @@ def test_a_failure_in_the_background_reaches_every_rank(four, tmp_path):
         assert isinstance(outcome.error, fc.errors.StorageError), outcome
         assert "rank 1" in str(outcome.error)
         assert "No space left" in str(outcome.error)
-        assert outcome.seconds < 10
     assert not list(tmp_path.iterdir())
 
 
@@ -163,17 +162,17 @@ def failing_while_staging(path):
     def full(self):
         raise MemoryError("no room for a copy")
 
-    policy = fc.SavePolicy(layout=SMALL.layout, timeout_s=4)
     if launch.rank() == 1:
         with patch.object(HostBuffer, "staged", full):
-            fc.async_save({"w": state_at(1)["rows"]}, path, policy=policy).result(20)
-    fc.async_save({"w": state_at(1)["rows"]}, path, policy=policy).result(20)
+            fc.async_save({"w": state_at(1)["rows"]}, path, policy=SMALL).result(20)
+    fc.async_save({"w": state_at(1)["rows"]}, path, policy=SMALL).result(20)
 
 
 def test_a_rank_that_cannot_stage_fails_all_at_once(four, tmp_path):
     for outcome in four.outcomes(failing_while_staging, tmp_path / "a"):
         assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
-        assert outcome.seconds < 2
+        assert outcome.error.rank == 1
+        assert "no room for a copy" in str(outcome.error)
     assert not list(tmp_path.iterdir())
 
 

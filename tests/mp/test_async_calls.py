@@ -1,5 +1,6 @@
 """Saves in the background on two ranks: finalised in order and together, failures on all ranks."""
 
+import threading
 import time
 
 import pytest
@@ -24,15 +25,16 @@ def request(work, *finalize_fns, **more):
 def in_order():
     """Rank 1 is slow at first, and has nothing to write in the end."""
     queue, seen = queue_of(), []
-    slow = launch.rank() == 1
+    slow, looked = launch.rank() == 1, threading.Event()
     numbers = [
-        queue.schedule_async_request(request(lambda: time.sleep(0.6 * slow), lambda: seen.append("a"))),
+        queue.schedule_async_request(request(lambda: looked.wait(50 * slow), lambda: seen.append("a"))),
         queue.schedule_async_request(request(lambda: seen.append("work"), lambda: seen.append("b"))),
         queue.schedule_async_request(request(None if slow else lambda: None, lambda: seen.append("c"))),
     ]
     assert numbers == [0, 1, 2]
     assert queue.maybe_finalize_async_calls() == []
     assert queue.get_num_unfinalized_calls() == 3
+    looked.set()
     assert queue.maybe_finalize_async_calls(blocking=True) == numbers
     queue.close()
     return [entry for entry in seen if entry != "work"]

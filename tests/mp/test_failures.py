@@ -16,10 +16,10 @@ from tests.mp.test_state import errors
 
 pytestmark = pytest.mark.mp
 
-TIMEOUT_S = 3
+TIMEOUT_S = 4
 HANG_S = TIMEOUT_S + 1.5
 EXCLUSIVE = fc.LayoutPolicy(min_chunk_nbytes=0)
-POLICY = fc.SavePolicy(layout=EXCLUSIVE, timeout_s=20)
+POLICY = fc.SavePolicy(layout=EXCLUSIVE, timeout_s=launch.NEVER_S)
 IMPATIENT = fc.SavePolicy(layout=EXCLUSIVE, timeout_s=TIMEOUT_S)
 
 
@@ -275,29 +275,30 @@ def test_a_load_that_fails_on_one_rank_while_reading(four, tmp_path):
         assert "Input/output error" in str(error)
 
 
-def hang(path, rank, seconds):
-    with on(rank, lambda: time.sleep(seconds), lambda name: "/c" in name):
+def hang(path, rank, told):
+    """A rank hangs while it writes, until all others have given up."""
+    with on(rank, lambda: launch.outwait(told, 3), lambda name: "/c" in name), launch.telling(told):
         save(path, IMPATIENT)
 
 
-def test_a_rank_that_hangs_is_named_in_time(four, tmp_path):
-    four.run(save, tmp_path / "before")
-    outcomes = four.outcomes(hang, tmp_path / "a", 2, HANG_S)
+def connected(path):
+    """Save, so that those that hang later have connected."""
+    save(path)
+
+
+def test_a_rank_that_hangs_is_named_in_time(four, tmp_path, tmp_path_factory):
+    four.run(connected, tmp_path / "before")
+    told = tmp_path_factory.mktemp("told")
+    outcomes = four.outcomes(hang, tmp_path / "a", 2, told)
+    assert (told / "all").exists()  # the others gave up while it still hung
     for outcome in outcomes:
         assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
         if outcome.rank != 2:
-            assert outcome.seconds < TIMEOUT_S + 2
             assert outcome.error.rank == (2,)
-    assert not (tmp_path / "a").exists()
-    # The rank that was late has lost its place to write to; what it wrote there after all is swept.
-    fc.sweep(tmp_path)
+    # The rank that was late has lost its place to write to, and leaves nothing there.
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    check_works(four, tmp_path / "a")
-
-
-def test_a_late_rank_leaves_nothing_behind(four, tmp_path):
-    four.outcomes(hang, tmp_path / "a", 2, HANG_S)
-    assert not list(tmp_path.iterdir())
+    four.run(save, tmp_path / "a")
+    assert fc.verify(tmp_path / "a").ok
 
 
 def hang_while_publishing(path):
@@ -315,7 +316,7 @@ def die(path, rank, name):
     """Save a first time, so that connections exist; then die within the second save."""
     save(path.with_name("before"))
     with on(rank, lambda: os._exit(1), lambda found: name in found):
-        save(path, IMPATIENT)
+        save(path)  # a rank that waits for the timeout hangs
 
 
 @pytest.mark.parametrize(("rank", "name"), [(3, "/c"), (0, "manifest.json")], ids=["writing", "publishing"])
@@ -326,12 +327,12 @@ def test_a_rank_that_dies_is_named_at_once(four, tmp_path, rank, name):
         if outcome.rank != rank:
             assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
             assert outcome.error.rank == (rank,)
-            assert outcome.seconds < TIMEOUT_S - 1  # at once, not after the timeout
     assert not (tmp_path / "a").exists()
     if rank == 0:  # nobody is left to clean up but the next sweep
         assert len(fc.sweep(tmp_path)) > 0
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    check_works(four, tmp_path / "a")
+    four.run(save, tmp_path / "a")
+    assert fc.verify(tmp_path / "a").ok
 
 
 def absent(path, rank):
@@ -345,7 +346,6 @@ def test_a_rank_that_never_comes_is_named(four, tmp_path):
         if outcome.rank != 1:
             assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
             assert outcome.error.rank == (1,)
-            assert outcome.seconds < TIMEOUT_S + 1
     assert not list(tmp_path.iterdir())
     check_works(four, tmp_path / "a")
 

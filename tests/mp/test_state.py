@@ -8,7 +8,7 @@ from tests.mp import launch
 
 pytestmark = pytest.mark.mp
 
-SOON = fc.SavePolicy(timeout_s=30)
+SOON = fc.SavePolicy(timeout_s=launch.NEVER_S)
 
 
 def save(state_of, path, policy=SOON, **options):
@@ -18,12 +18,11 @@ def save(state_of, path, policy=SOON, **options):
 
 def load(like_of, path, policy=None):
     """Return what `like_of(rank)` is loaded with."""
-    return fc.load(like_of(launch.rank()), path, policy=policy or fc.LoadPolicy(timeout_s=30))
+    return fc.load(like_of(launch.rank()), path, policy=policy or fc.LoadPolicy(timeout_s=launch.NEVER_S))
 
 
 def errors(outcomes):
-    """Return the errors of all ranks, which must have raised alike and soon."""
-    assert all(o.seconds < 10 for o in outcomes), [o.seconds for o in outcomes]
+    """Return the errors of all ranks, which must have raised alike."""
     assert all(isinstance(o.error, fc.errors.CheckpointError) for o in outcomes), [o.text for o in outcomes]
     assert len({str(o.error) for o in outcomes}) == 1
     return [o.error for o in outcomes]

@@ -4,9 +4,7 @@ The sharded half is a checkpoint in the directory itself, committed by its root 
 may lie beside it; the common half is a checkpoint of its own in ``.common``, a name that no stored array can have.
 """
 
-import argparse
-import codecs
-import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.api import async_save, load, named, save
+from functional_ckpt.arguments import check_policy
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
 from functional_ckpt.comm import Gather, LocalGather, agree
 from functional_ckpt.errors import AlreadyExistsError, PolicyError
@@ -48,7 +47,6 @@ from functional_ckpt.torch.strategies.removal import remove_arrays
 __all__ = [
     "BACKEND",
     "LOAD_POLICY",
-    "SAFE_GLOBALS",
     "SAVE_POLICY",
     "VERSION",
     "ZarrLoadCommonStrategy",
@@ -61,17 +59,11 @@ __all__ = [
 BACKEND, VERSION = "functional_ckpt", 1
 COMMON, OBJECTS = ".common", ".objects"
 
-#: Classes that stored objects may hold besides plain ones and tensors: random states of numpy, and what scripts keep.
-SAFE_GLOBALS: tuple[Any, ...] = (
-    np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0], codecs.encode, io.BytesIO,
-    argparse.Namespace, *(type(np.dtype(code)) for code in np.typecodes["All"]),
-)  # fmt: skip
-
 #: How sharded leaves are saved by default: flat shards end anywhere, and smaller chunks mean that less of them moves.
 SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
 #: How both load strategies load by default.
-LOAD_POLICY = LoadPolicy(cast="any", safe_globals=SAFE_GLOBALS)
+LOAD_POLICY = LoadPolicy()
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
@@ -101,6 +93,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         process_group: Any = None,
     ) -> None:
         super().__init__(backend, version)
+        check_policy(self, policy, SavePolicy)
         self.policy = attrs.evolve(policy, replicas="declared", replicated="trust", commit="marker")
         self.process_group = process_group
 
@@ -171,7 +164,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     ----------
     policy
         How to load. What the state dict lacks is left out, and what the checkpoint lacks is an error, whatever it says;
-        by default the data type of the destination wins.
+        by default a change of data type is an error too.
     process_group
         Ranks that load together; None for the default group.
 
@@ -182,6 +175,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     """
 
     def __init__(self, *, policy: LoadPolicy = LOAD_POLICY, process_group: Any = None) -> None:
+        check_policy(self, policy, LoadPolicy)
         self.policy = attrs.evolve(policy, strict=Strict("raise", "ignore"))
         self.process_group = process_group
 
@@ -258,6 +252,7 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
 
     def __init__(self, backend: str = BACKEND, version: int = VERSION, *, policy: SavePolicy = SavePolicy()) -> None:
         super().__init__(backend, version)
+        check_policy(self, policy, SavePolicy)
         self.policy = attrs.evolve(policy, object_codec="torch", commit="auto")
 
     @property
@@ -302,7 +297,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
         Classes that objects in it may have, see `LoadPolicy`.
     """
 
-    def __init__(self, *, safe_globals: Any = SAFE_GLOBALS) -> None:
+    def __init__(self, *, safe_globals: Any = ()) -> None:
         self.safe_globals = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals).safe_globals
 
     @property
@@ -359,7 +354,7 @@ def _sealed(common_state_dict: StateDict) -> Any:
 
 
 def _below(checkpoint_dir: str | Path, name: str) -> str:
-    return f"{str(checkpoint_dir).rstrip('/')}/{name}"
+    return f"{os.fspath(checkpoint_dir).rstrip('/')}/{name}"
 
 
 for _action, _strategy in (

@@ -1,0 +1,162 @@
+"""Protections taken out one at a time: ``python -m tests.soak.mutants [NAME ...]`` fails for each that no test feels.
+
+Each mutant is a change of one line and the tests that stand nearest to it. They run in a copy of the tree. The list
+has to follow the source: a line that is not found, or found twice, is an error.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+
+ROOT = Path(__file__).resolve().parents[2]
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "site", "dist")
+#: A mutant may make a rank wait for others in vain; that is felt, too.
+_LIMIT_S = 900
+_FAILED = 1  # pytest's exit status when tests have run and some failed
+
+
+@attrs.frozen
+class Mutant:
+    """In `file`, `old` becomes `new`; then some of `tests`, words for pytest, must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        """Where the source is, below a tree."""
+        return Path("functional_ckpt", self.file)
+
+
+MUTANTS = (
+    Mutant(
+        "files are not synced", "store/files.py",
+        "                if synced:", "                if synced and not name:", ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "directories are not synced", "store/files.py",
+        "sync_directory(self._prefix + directory)", "pass", ("tests/test_power_cuts.py",),
+    ),
+    Mutant(
+        "a rank looks at its own files instead of its neighbour's", "saving.py",
+        "written.receipts[(gather.rank + 1) % gather.size]", "written.receipts[gather.rank]",
+        ("tests/test_publishing.py",),
+    ),
+    Mutant(
+        "a claim is unlocked before it is unlinked", "store/claim.py",
+        "                os.unlink(self.path)",
+        "                fcntl.flock(self._file, fcntl.LOCK_UN), os.unlink(self.path)",
+        ("tests/test_claims.py",),
+    ),
+    Mutant(
+        "shared chunks are not locked", "store/zarr.py",
+        '{"mode": "os"}', '{"mode": "none"}', ("tests/mp/test_chunks.py", "tests/mp/test_layouts.py"),
+    ),
+    Mutant(
+        "a failed rank sends nothing", "store/exchange.py",
+        "return np.zeros(message.nbytes, np.uint8), failure", "return _NOTHING, failure", ("tests/test_exchange.py",),
+    ),
+    Mutant(
+        "edge chunks are not padded with zeros", "store/chunk.py",
+        "np.zeros(layout.chunk, values.dtype)", "np.ones(layout.chunk, values.dtype)",
+        ("tests/test_store.py", "tests/test_golden.py"),
+    ),
+    Mutant(
+        "a tie holds wherever its key is held", "plan/state.py",
+        "{key: target for key, target in agreed.items() if len(claims[target]) == len(claims[key])}", "agreed",
+        ("tests/test_planning.py", "tests/test_leaves.py", "tests/test_ranks.py", "property_tests/test_states.py"),
+    ),
+    Mutant(
+        "conjugated and negated views are ties of the plain tensor", "torch/tensors.py",
+        "(*place, tensor.is_conj(), tensor.is_neg(), placements)", "(*place, placements)",
+        ("tests/test_leaves.py", "tests/test_save_load.py", "tests/test_bad_input.py"),
+    ),
+    Mutant(
+        "a plan is remembered whatever the ranks and the store can do", "plan/agreement.py",
+        "        fingerprint(basis),", "        fingerprint(attrs.evolve(basis, shared_ok=True, owned_ok=True)),",
+        ("tests/test_memory.py", "property_tests/test_memory.py"),
+    ),
+    Mutant(
+        "a rank that holds a shard twice writes it twice", "torch/strategies/fully_parallel.py",
+        "            left.discard(place)", "            pass",
+        ("tests/test_strategies.py", "tests/mp/test_fully_parallel.py"),
+    ),
+    Mutant(
+        "a key may be stored where the root is made", "store/encoding.py",
+        '"zarr.json.new", ', "", ("tests/test_hostile.py",),
+    ),
+    Mutant(
+        "narrow does not look at the offset", "spec/sharding.py",
+        " or shard.box.start[axis] % extent", "", ("tests/test_grids.py", "property_tests", "-k", "narrow"),
+    ),
+)  # fmt: skip
+
+
+def main(names: Iterable[str]) -> int:
+    """Try the mutants of these names, or all; return 1 if one survives or the list is out of date."""
+    chosen = [mutant for mutant in MUTANTS if mutant.name in names] or list(MUTANTS)
+    stale = [f"{mutant.name}: {fault}" for mutant in MUTANTS for fault in faults(mutant, ROOT)]
+    if stale:
+        print("the list of mutants is out of date:", *stale, sep="\n  ")
+        return 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        tree = Path(scratch, "tree")
+        shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
+        survivors = list(surviving(chosen, tree))
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants are felt", *survivors, sep="\n  survives: ")
+    return int(bool(survivors))
+
+
+def faults(mutant: Mutant, root: Path) -> Iterator[str]:
+    """Say what in the list does not fit the tree."""
+    count = (root / mutant.path).read_text().count(mutant.old) if (root / mutant.path).exists() else 0
+    if count != 1:
+        yield f"{mutant.path} has {mutant.old.strip()!r} {count} times"
+    yield from (f"there is no {word}" for word in mutant.tests if "/" in word and not (root / word).exists())
+
+
+def surviving(mutants: Iterable[Mutant], tree: Path) -> Iterator[str]:
+    """Yield the names of those that no test feels, and of those whose tests fail without them."""
+    healthy: dict[tuple[str, ...], bool] = {}
+    for mutant in mutants:
+        if mutant.tests not in healthy:
+            healthy[mutant.tests] = run(mutant.tests, tree) == 0
+        if not healthy[mutant.tests]:
+            yield f"{mutant.name} (its tests fail without it)"
+            continue
+        path = tree / mutant.path
+        text = path.read_text()
+        path.write_text(text.replace(mutant.old, mutant.new))
+        felt = run(mutant.tests, tree) == _FAILED
+        path.write_text(text)
+        print("felt    " if felt else "SURVIVES", mutant.name, flush=True)
+        if not felt:
+            yield mutant.name
+
+
+def run(words: tuple[str, ...], tree: Path) -> int:
+    """Return pytest's exit status for tests of a tree."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "mp or not mp", "-p", "no:cacheprovider", *words]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False,
+                              timeout=_LIMIT_S)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return _FAILED
+    for line in done.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            print("        ", line[:200])
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

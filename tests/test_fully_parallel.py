@@ -1,0 +1,33 @@
+"""The wrapper that deals out the writing of copies, on ranks of one process."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import functional_ckpt  # noqa: E402
+from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.serialization import load, save  # noqa: E402
+from functional_ckpt.torch.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
+from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy  # noqa: E402
+
+W = torch.arange(6.0)
+
+
+def wrapped(cached=False):
+    return FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), do_cache_distribution=cached)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("ids", [(0, 1), (1, 0), (0, 1, 2)])
+def test_of_a_shard_that_a_rank_holds_twice_it_writes_the_first(ids, cached, tmp_path):
+    """Tied weights come under one key, each with a replica id of its own."""
+    saver = wrapped(cached)
+    for step in range(2):
+        leaves = [ShardedTensor.from_rank_offsets("w", W.clone(), replica_id=number) for number in ids]
+        dealt = saver.apply_saving_parallelization({"tied": leaves, "n": ShardedTensor.from_rank_offsets("n", W)})
+        assert [leaf.replica_id for leaf in dealt["tied"]] == [0, *(1 for _ in ids[1:])]
+        assert [leaf.replica_id for leaf in leaves] == list(ids)
+        save({"tied": leaves}, tmp_path / str(step), wrapped(cached))
+        found = load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, tmp_path / str(step))
+        assert torch.equal(found["w"], W)
+        assert functional_ckpt.verify(tmp_path / str(step)).ok
