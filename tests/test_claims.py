@@ -142,6 +142,24 @@ def test_two_sweeps_at_once(commit_mode, tmp_path):
     assert at > 10
 
 
+def test_a_tree_that_grows_while_it_is_removed(tmp_path):
+    """By a rank that is late."""
+    leave_leftovers(tmp_path / "p", "rename")
+    late = []
+
+    def write(call):
+        if call.name == "rmdir" and len(late) < 9:
+            path = tmp_path / f"p/.a.{ID}.saving/late{len(late)}"
+            late.append(path)
+            path.touch()
+        return call.do()
+
+    with watched(tmp_path, write):
+        sweep(tmp_path / "p")
+    assert len(late) == 9
+    assert list((tmp_path / "p").iterdir()) == []
+
+
 def leave_leftovers(place, commit_mode):
     place.mkdir()
     if commit_mode == "rename":
@@ -264,6 +282,26 @@ def late_save(path, policy):
             given_up.set()
 
     return try_ranks(2, run)
+
+
+def test_what_a_failed_save_cannot_remove_is_left_with_its_claim(tmp_path, monkeypatch):
+    """Without the claim nobody could tell whose it is, and no save would ever work there again."""
+
+    def refuse(self, names):
+        raise StorageError("deleting failed")
+
+    def fail(progress):
+        if progress.phase == "publish":
+            monkeypatch.setattr(FileStore, "delete", refuse)
+            raise OSError("the first cause")
+
+    with pytest.raises(StorageError, match="the first cause") as caught:
+        save(state(1), tmp_path / "a", policy=MARKER, progress=fail)
+    assert "could not be removed" in caught.value.__notes__[0]
+    monkeypatch.undo()
+    assert (tmp_path / "a/w/c.0").exists()
+    save(state(2), tmp_path / "a", policy=MARKER)
+    assert step_of(tmp_path / "a") == 2
 
 
 @pytest.mark.parametrize("codecs", ["", "zstd"])

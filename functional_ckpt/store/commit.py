@@ -200,27 +200,33 @@ def publish(
 def abandon(site: Site, claim: Claim | None, late: bool = False) -> tuple[str, ...]:
     """Remove what a failed save has written, and return what could not be removed, in words; never raises for it.
 
-    `late` says that other ranks may still be writing. In marker mode the claim is then left, under another name, so
-    that the next save or a sweep can tell what they leave.
+    `late` says that other ranks may still be writing.
     """
-    kept = claim is not None and claim.path is not None and late and site.mode == "marker"
     problems: list[str] = []
     try:
         if site.mode == "rename":
             remove_tree(Path(site.work_url))
         else:
-            store = open_store(site.url)
-            name = claim.path.name if claim is not None and claim.path is not None else ""
-            names = leftover_names(store, {name})
-            if kept and claim is not None:
-                claim.set_aside()
-            store.delete([found for found in names if found != name])
+            _remove_in_place(site, claim, late)
     except (OSError, CheckpointError) as error:
         problems.append(f"what was written for it could not be removed, and is left to functional_ckpt.sweep ({error})")
-    if claim is not None:
-        problem = claim.release()
-        problems += [problem] if problem else []
-    return tuple(problems)
+        if claim is not None and site.mode == "marker":
+            claim.drop()  # the file stays: without it nobody could tell what is left
+    problem = None if claim is None else claim.release()
+    return (*problems, *([problem] if problem else []))
+
+
+def _remove_in_place(site: Site, claim: Claim | None, late: bool) -> None:
+    """Remove what a failed save in marker mode has written.
+
+    If it is `late` the claim is left, under another name: the next save, or a sweep, can tell what the others add.
+    """
+    store = open_store(site.url)
+    name = claim.path.name if claim is not None and claim.path is not None else ""
+    names = leftover_names(store, {name})
+    if late and claim is not None:
+        claim.set_aside()
+    store.delete([found for found in names if found != name])
 
 
 def add_notes(error: BaseException, notes: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from errno import ENOSYS
+from errno import ENOENT, ENOSYS, ENOTEMPTY
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -32,7 +32,8 @@ Identity: TypeAlias = tuple[int, ...]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _RENAME_SWAP = 2
-# Files may vanish while a tree is removed, since others may be removing it too; what does not end is an error.
+# Files may vanish or come while a tree is removed: by others who remove it, and by ranks that are late. What does not
+# end is an error.
 _TRIES = 20
 
 
@@ -103,8 +104,8 @@ def remove_tree(path: Path) -> None:
         try:
             shutil.rmtree(path)
             return
-        except FileNotFoundError:
-            if attempt + 1 == _TRIES:
+        except OSError as error:
+            if error.errno not in (ENOENT, ENOTEMPTY) or attempt + 1 == _TRIES:
                 raise
 
 

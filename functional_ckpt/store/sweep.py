@@ -34,6 +34,11 @@ def sweep(path: str | Path) -> tuple[str, ...]:
     directory that a save in ``marker`` mode left without a root, its arrays. Committed checkpoints, live
     saves and files of others stay.
 
+    Warns
+    -----
+    CheckpointWarning
+        For each claim that was made on another machine: its lock may not be seen here, so what it stands for stays.
+
     Examples
     --------
     >>> import tempfile
