@@ -282,8 +282,8 @@ def hang(path, rank, told):
 
 
 def connected(path):
-    """Save under the policy of those that hang later, so that they have connected."""
-    save(path, IMPATIENT)
+    """Save, so that those that hang later have connected."""
+    save(path)
 
 
 def test_a_rank_that_hangs_is_named_in_time(four, tmp_path, tmp_path_factory):
