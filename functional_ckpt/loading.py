@@ -33,7 +33,7 @@ from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
-from functional_ckpt.store.sharing import memory_problems
+from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.wanted import Told, WantedKeys
 
@@ -145,7 +145,8 @@ class _Seeker:
     def plan(self) -> LoadPlan:
         """Plan the reads and look for every chunk they need; `check` reports the problems."""
         entries = self.manifest.by_key
-        self._problems += memory_problems(self.shards, self.buffers, entries)
+        self.memory = Memory.of(self.shards, self.buffers, entries)
+        self._problems += self.memory.problems
         self._problems += [self._objects.problem] if self._objects.problem is not None else []
         try:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
@@ -154,8 +155,7 @@ class _Seeker:
             return LoadPlan(())
         needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
         for read in plan.reads:
-            entry = entries[read.key]
-            grid = entry.grid
+            entry, grid = entries[read.key], entries[read.key].grid
             for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
                 needed[entry.spec.key, index] = entry
         problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
@@ -197,10 +197,10 @@ class _Seeker:
     def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
-        budget, verify, failure = policy.budget_nbytes, policy.verify, None
-        total = sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
+        budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
+        arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
         if moved is not None:
-            total += nbytes_read([entry.layout for entry in self.manifest.arrays], moved, self.gather.rank)
+            total += nbytes_read([entry.layout for entry in arrays], moved, self.gather.rank)
         tracker.enter("read", total)
         try:
             read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
@@ -209,9 +209,9 @@ class _Seeker:
                 raise
             failure = error
         if moved is not None and isinstance(self.gather, Exchange):
-            read_and_distribute(
-                moved, self.manifest.arrays, self.buffers, self.store, self.gather, budget, verify, tracker.add, failure
-            )
+            buffers, store, exchange = self.buffers, self.store, self.gather
+            read_and_distribute(moved, arrays, buffers, store, exchange, budget, verify, tracker.add, failure)
+        self.memory.check(entries, self.store, policy.cast, policy.allow_shape_mismatch, budget)
 
     def _leaf(self, path: TreePath, leaf: Any) -> Any:
         key = key_of(path)

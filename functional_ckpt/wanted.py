@@ -49,9 +49,9 @@ class WantedKeys:
 
     @cached_property
     def holders(self) -> frozenset[str]:
-        """The keys of stored containers that are not empty."""
+        """The keys of stored containers that are not empty, and of the root, from which all leaves may be removed."""
         parts = (key.split(".") for key in self.stored)
-        return frozenset(".".join(each[:n]) for each in parts for n in range(len(each)))
+        return frozenset(["", *(".".join(each[:n]) for each in parts for n in range(len(each)))])
 
     def selects(self, key: str) -> bool:
         """Take note of a leaf, and tell whether it is to be loaded."""

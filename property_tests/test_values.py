@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
-from hypothesis import event, example, given
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
@@ -23,6 +23,8 @@ from functional_ckpt.store.values import MAX_INLINE_NBYTES, decode_text, decode_
 from functional_ckpt.testing import strategies as fst
 
 counter = itertools.count()
+# Each example saves and loads.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 def stream(data, position):
@@ -131,6 +133,7 @@ def test_values_survive_json(value):
     assert plain_text(found) == text
 
 
+@FEWER
 @examples
 @given(VALUES)
 def test_values_come_back_from_a_checkpoint(value):
@@ -142,6 +145,7 @@ def test_values_come_back_from_a_checkpoint(value):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@FEWER
 @examples
 @given(VALUES)
 def test_values_come_back_through_dcp(value):
@@ -175,6 +179,8 @@ BODIES = st.recursive(
 @example("~deque", [[], -1])
 @example("~defaultdict", ["eval", []])
 @example("~path", 3)
+@example("~decimal", "x")
+@example("~timedelta", [2**70])
 def test_a_body_that_no_value_has_gets_an_error_of_ours(tag, body):
     try:
         value = decode_value(json.loads(json.dumps({tag: body})))

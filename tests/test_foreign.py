@@ -7,6 +7,7 @@ import pytest
 
 from functional_ckpt import load, open_checkpoint, read_manifest, save, verify
 from functional_ckpt.cli import main
+from functional_ckpt.errors import NotACheckpointError
 
 
 def safetensors(path):
@@ -29,12 +30,16 @@ def test_torch(tmp_path, problems_of):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 
+    from functional_ckpt.torch.serialization import load_common_state_dict
+
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for name in ("a.pt", "old.pt"):
         check(tmp_path / name, problems_of, "torch.save", "torch.load")
     check(tmp_path / "dcp", problems_of, "DCP", "torch.distributed.checkpoint.load")
+    with pytest.raises(NotACheckpointError, match=r"DCP.*torch\.distributed\.checkpoint\.load"):
+        load_common_state_dict(tmp_path / "dcp")
     (tmp_path / "dcp/.metadata").unlink()  # not finished
     check(tmp_path / "dcp", problems_of, "DCP", "torch.distributed.checkpoint.load")
     (tmp_path / "weights").mkdir()

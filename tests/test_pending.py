@@ -151,6 +151,28 @@ def test_a_forked_child_saves_in_the_background(tmp_path):
     assert functional_ckpt.verify(tmp_path / "a.parent").ok
 
 
+def test_a_forked_child_is_told_where_tensorstore_would_abort_it(tmp_path):
+    script(
+        tmp_path,
+        """
+        zstd = fc.SavePolicy(layout=fc.LayoutPolicy(codecs={"": "zstd"}))
+        fc.save(ones, path, policy=zstd)
+        fc.save(ones, "memory://a")
+        calls = [lambda: fc.save(ones, path + ".b", policy=zstd), lambda: fc.load(ones, path)]
+        for call in [*calls, lambda: fc.save(ones, "memory://b"), lambda: fc.load(ones, "memory://a")]:
+            child = os.fork()
+            if not child:
+                try:
+                    print(call())
+                except fc.errors.StorageError as error:
+                    os._exit("forked" not in str(error))
+                os._exit(2)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        """,
+    )
+    assert [item.name for item in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_callback_that_fails_in_one_process_raises_itself(tmp_path):
     def report(progress):
         raise TypeError("no such screen")

@@ -90,7 +90,8 @@ def _prefix(field: str, text: str, keys: Collection[str], stored: Collection[str
     if any(has_prefix(key, text) for key in stored):
         return Prefix(field, text, False, f"Stored keys have it: {field} takes the names in `like`")
     if "*" in text:
-        return Prefix(field, text, False, f"It is no pattern: {text.partition('*')[0]!r} holds all keys below it")
+        above = text.partition("*")[0].rpartition(".")[0]
+        return Prefix(field, text, False, f"It is no pattern: {above!r} holds all keys below it")
     stem = text.rstrip(".")
     depth = stem.count(".") + 1
     parts = {".".join(key.split(".")[:n]) for key in keys for n in range(1, depth + 2)}

@@ -2,38 +2,90 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from functional_ckpt.errors import SpecError
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import SpecError, raise_problems
+from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.strided import View, overlapping
-from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.base import Store
+from functional_ckpt.store.buffer import WHOLE, Buffer, HostBuffer
+from functional_ckpt.store.encoding import as_bytes, numpy_dtype
+from functional_ckpt.store.execute import read_plan
 
-__all__ = ["memory_problems"]
+__all__ = ["Memory"]
+
+_REMEDY = "Pass copies, or save what is tied as one view of its memory"
 
 
-def memory_problems(
-    shards: Sequence[ShardSpec], buffers: Sequence[Buffer], stored: Mapping[str, ArrayEntry]
-) -> list[SpecError]:
-    """Return a problem for each buffer that cannot hold what is stored for its shard, or not beside the others.
+@attrs.frozen(eq=False)
+class Memory:
+    """The buffers that shards are loaded into; `shared` are the pairs, the later first, that have elements in common.
 
-    An element that a view holds twice, or that two views share, would get whatever is read last. Two shards may have
-    one view of one memory if the same elements are stored for them.
+    Examples
+    --------
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> spec, values = ArraySpec("w", (4,), "int8"), np.zeros(4, "i1")
+    >>> Memory.of([ShardSpec(spec, spec.box)] * 2, [HostBuffer(values), HostBuffer(values[::-1])], {}).shared
+    ((1, 0),)
     """
-    problems: list[SpecError] = []
-    spaces: dict[Hashable, dict[View, int]] = {}
-    for position, (shard, buffer) in enumerate(zip(shards, buffers, strict=True)):
-        space, view = buffer.memory()
-        if view.overlaps_itself:
-            problems.append(_unfit("memory to load into holds an element twice", shard, "a contiguous copy"))
-            continue
-        first = spaces.setdefault(space, {}).setdefault(view, position)
-        if first != position and 0 not in view.shape and not _is_alike(shards[first], shard, stored):
-            problems.append(_sharing(shards[first], shard))
-    for views in spaces.values():
-        positions = list(views.values())
-        pairs = overlapping(list(views))
-        problems += [_sharing(shards[positions[early]], shards[positions[late]]) for late, early in pairs]
-    return problems
+
+    shards: Sequence[ShardSpec]
+    buffers: Sequence[Buffer]
+    shared: tuple[tuple[int, int], ...]
+    problems: tuple[SpecError, ...]
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardSpec], buffers: Sequence[Buffer], stored: Mapping[str, ArrayEntry]) -> "Memory":
+        """Look at all buffers; an element that a view holds twice is a problem, as it would get what is read last."""
+        problems: list[SpecError] = []
+        shared: list[tuple[int, int]] = []
+        spaces: dict[Hashable, dict[View, int]] = {}
+        for position, (shard, buffer) in enumerate(zip(shards, buffers, strict=True)):
+            space, view = buffer.memory()
+            if view.overlaps_itself:
+                problems.append(_problem("memory to load into holds an element twice", shard, "Pass a contiguous copy"))
+                continue
+            first = spaces.setdefault(space, {}).setdefault(view, position)
+            if first != position and 0 not in view.shape and not _is_alike(shards[first], shard, stored):
+                shared.append((position, first))
+        for views in spaces.values():
+            positions = list(views.values())
+            shared += [(positions[late], positions[early]) for late, early in overlapping(list(views))]
+        return cls(shards, buffers, tuple(sorted(shared)), tuple(problems))
+
+    def budget(self, nbytes: int) -> int:
+        """Return the budget to read with: so little where memory is shared that one piece is read after the other.
+
+        None is then compared with its digest while another is written to its place.
+        """
+        return 1 if self.shared else nbytes
+
+    def check(self, stored: Mapping[str, ArrayEntry], store: Store, cast: str, reshape: bool, budget: int) -> None:
+        """Compare what shares memory, once all is loaded, with what is stored for it, which is read again.
+
+        Raises
+        ------
+        SpecError
+            Where the memory holds something else: what is stored for the two does not go together.
+        """
+
+        def differs(position: int) -> bool:
+            shard = self.shards[position]
+            alone = HostBuffer(np.empty(shard.data_shape, numpy_dtype(shard.array.dtype)))
+            read_plan(plan_load(stored, [shard], cast, reshape), stored, [alone], store, budget, "none")
+            return as_bytes(alone.array) != as_bytes(self.buffers[position].get(shard.data_shape, 0, WHOLE))
+
+        wrong = {position: differs(position) for pair in self.shared for position in pair}
+        raise_problems(
+            _problem(
+                f"memory is shared with that of {self.shards[early].key!r} at {self.shards[early].box.start}, "
+                "and what is stored for the two differs", self.shards[late], _REMEDY,
+            )
+            for late, early in self.shared if wrong[late] or wrong[early]
+        )  # fmt: skip
 
 
 def _is_alike(one: ShardSpec, other: ShardSpec, stored: Mapping[str, ArrayEntry]) -> bool:
@@ -44,10 +96,5 @@ def _is_alike(one: ShardSpec, other: ShardSpec, stored: Mapping[str, ArrayEntry]
     return (a.spec.shape, a.spec.dtype, a.layout, a.digests) == (b.spec.shape, b.spec.dtype, b.layout, b.digests)
 
 
-def _sharing(early: ShardSpec, late: ShardSpec) -> SpecError:
-    what = f"memory to load into is shared with that of {early.key!r} at {early.box.start}"
-    return _unfit(what, late, "a copy; tied leaves must be one view of their memory")
-
-
-def _unfit(what: str, shard: ShardSpec, remedy: str) -> SpecError:
-    return SpecError(what, shard.key, None, shard.array.shape, shard.box.start, remedy=f"Pass {remedy}")
+def _problem(what: str, shard: ShardSpec, remedy: str) -> SpecError:
+    return SpecError(what, shard.key, None, shard.array.shape, shard.box.start, remedy=remedy)

@@ -25,7 +25,7 @@ __all__ = [
 #: Longest text of a value that stands in the manifest; a longer one is an array of its bytes.
 MAX_INLINE_NBYTES = 64 * 2**10
 
-_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, struct.error, RuntimeError, OverflowError)
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, struct.error, RuntimeError, ArithmeticError)
 _MAX_COLLISIONS = 1000
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}

@@ -1,6 +1,7 @@
 """TensorStore at work: codecs, chunks with several writers, and the in-memory store."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -20,6 +21,19 @@ __all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "write_b
 
 
 _NO_LIMIT = 2**63
+
+
+#: The process that has loaded TensorStore.
+_PROCESS = os.getpid()
+
+
+def _refuse_forked() -> None:
+    """Raise where TensorStore would abort the process."""
+    if os.getpid() != _PROCESS:
+        raise StorageError(
+            "TensorStore cannot be used in a process that was forked from one that has loaded it",
+            remedy="Start the process by spawn, or use a file system and no codecs there",
+        )
 
 
 @cache
@@ -143,6 +157,7 @@ class MemoryStore:
         return {"driver": "memory", "path": f"{self.prefix}/{prefix}"}
 
     def _kv(self) -> ts.KvStore:
+        _refuse_forked()
         return ts.KvStore.open(self.kvstore(""), context=_context(True)).result()
 
 
@@ -183,6 +198,8 @@ def encode_chunk(spec: ArraySpec, layout: Layout, box: Box, values: Array) -> by
     >>> encode_chunk(spec, layout, Box((2,), (3,)), np.array([7], "i1"))[:2].hex()
     '0700'
     """
+    _refuse_forked()
+    _refuse_forked()
     kvstore, context = {"driver": "memory", "path": "chunk/"}, ts.Context()
     write_box(_opened(kvstore, context, spec, layout), spec.key, box, values, layout)
     index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
@@ -204,6 +221,7 @@ def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int,
     CorruptionError
         If no codec understands them.
     """
+    _refuse_forked()
     context = ts.Context()  # a memory of its own, which ends with it
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     memory = {"driver": "memory"}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from functional_ckpt.errors import CheckpointError, RankFailedError, SpecError
+from functional_ckpt.errors import CheckpointError, RankFailedError
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.board import Board
 from functional_ckpt.torch.wires import MismatchError, Patience, WireError, Wires
@@ -85,19 +85,23 @@ class Lane:
         if self._wires is not None:
             self._wires.close()
 
-    def begin(self, timeout_s: float) -> tuple[int, int]:
+    def begin(self, what: str, timeout_s: float) -> tuple[int, int]:
         """Return the generation and the number of a call that begins.
 
         Raises
         ------
         RankFailedError
-            If other ranks have given up this very call already.
+            If other ranks have given up this very call already: nobody would answer.
         """
         while self.notes(timeout_s) or self._is_broken:
-            if self._is_once:
+            ahead = (note for note in self._notes if note.number > self._number)
+            late = [note for note in ahead if note.what == what or note.is_mixed]
+            if self._is_once or (late and not self._is_broken):
+                self._is_broken = True
+                note = (late or self._notes)[0]
                 raise RankFailedError(
-                    "the other ranks have given up what this one begins", None, self._notes[0].rank,
-                    found=self._notes[0].text, remedy="This rank came later than the policy's timeout_s",
+                    "the other ranks have given up what this one begins", None, note.rank, found=note.text,
+                    remedy="This rank came late; call it again on all ranks",
                 )  # fmt: skip
             self.renew()
         self._number += 1
@@ -187,7 +191,7 @@ class Lane:
         """Return the error for what the ranks have said."""
         if any(note.is_mixed for note in notes):
             called = {note.rank: f"rank {note.rank}: {note.what}" for note in notes}
-            return SpecError(
+            return RankFailedError(
                 "the ranks call different things at the same time", None, None,
                 found="; ".join(called[rank] for rank in sorted(called)),
                 remedy="Call the same on all ranks, in the same order",
@@ -246,7 +250,7 @@ class Call:
             while True:
                 try:
                     if not self._number:
-                        self._generation, self._number = lane.begin(self._timeout_s)
+                        self._generation, self._number = lane.begin(self._what, self._timeout_s)
                     found = act(lane.wires(self._generation, self._timeout_s))
                 except CheckpointError:
                     raise

@@ -12,7 +12,8 @@ from functional_ckpt.api import named
 from functional_ckpt.comm import Gather, agree, turn_of
 from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, SpecError
 from functional_ckpt.store.base import storage_errors
-from functional_ckpt.store.opening import directory_of, local_path
+from functional_ckpt.store.foreign import why_not
+from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.torch.core import CheckpointingConfig, maybe_load_config, save_config
 from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.sharded_base import CommonStateDict, ShardedStateDict, StateDict
@@ -340,9 +341,11 @@ def _loaders(
     if config is None:
         directory = directory_of(checkpoint_dir)
         there = directory is not None and directory.is_dir()
+        reason = why_not(open_store(checkpoint_dir), None)
         raise NotACheckpointError(
             "this is no distributed checkpoint" if there else "the checkpoint directory does not exist",
-            path=str(checkpoint_dir), found="no metadata.json" if there else None,
+            path=str(checkpoint_dir), found=f"no metadata.json; {reason.found}" if there else None,
+            remedy=reason.remedy,
         )  # fmt: skip
     kept = (config.sharded_backend, config.sharded_backend_version)
     common = (config.common_backend, config.common_backend_version)

@@ -20,7 +20,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
-from functional_ckpt.store.sharing import memory_problems
+from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.torch.dcp import (
     LoadPlan,
@@ -189,7 +189,8 @@ class _Opened:
             stored = entries[key].spec.shape if key in entries else box.stop
             shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
             buffers += held.buffers
-        raise_problems(memory_problems(shards, buffers, entries))
+        memory = Memory.of(shards, buffers, entries)
+        raise_problems(memory.problems)
         plan = plan_load(entries, shards, policy.cast)
         needed = {
             (entries[read.key].spec.key, index): entries[read.key]
@@ -198,7 +199,8 @@ class _Opened:
         }
         problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
         raise_problems(problem for problem in problems if problem is not None)
-        read_plan(plan, entries, buffers, self.store, policy.budget_nbytes, policy.verify)
+        read_plan(plan, entries, buffers, self.store, memory.budget(policy.budget_nbytes), policy.verify)
+        memory.check(entries, self.store, policy.cast, False, policy.budget_nbytes)
 
     def streams(self, items: Iterable[ReadItem], safe_globals: Iterable[Any] | str) -> list[tuple[ReadItem, Streamed]]:
         """Return the plain values and objects that items ask for; what cannot be read is told of all at once."""

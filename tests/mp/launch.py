@@ -163,6 +163,8 @@ def _serve(rank, pipe, log):
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     import torch
+    import torch._dynamo  # the first DTensor imports it
+    import torch.distributed.tensor
 
     import functional_ckpt.store.zarr
     import functional_ckpt.torch.tensors  # noqa: F401 - what takes seconds to import is no part of any test's time

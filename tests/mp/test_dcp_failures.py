@@ -211,7 +211,7 @@ def test_no_checkpoint_is_an_error_on_every_rank(four, tmp_path):
     assert all("CheckpointException" in outcome.text for outcome in outcomes)
 
 
-IMPATIENT = fc.SavePolicy(object_codec="torch", timeout_s=60)
+PATIENT = fc.SavePolicy(object_codec="torch", timeout_s=launch.NEVER_S)
 
 
 def held(step, broken=None):
@@ -227,7 +227,7 @@ def save_in_turn(path, kinds):
     """Save again and again in several ways; those that fail on one rank must fail on all, the others must not."""
     for step, kind in enumerate(kinds):
         target = f"{path}/{step}"
-        options = {"storage_writer": writer(target, policy=IMPATIENT)}
+        options = {"storage_writer": writer(target, policy=PATIENT)}
         if kind == "alone":
             dcp().save(held(step), use_collectives=False, **options)
         elif "async" in kind:
@@ -250,9 +250,7 @@ def save_in_turn(path, kinds):
 )
 def test_saves_after_one_that_failed_on_one_rank(two, tmp_path, kinds):
     """What waits for ranks of a save that failed elsewhere must not meet those of the next one."""
-    for outcome in two.outcomes(save_in_turn, str(tmp_path), kinds, limit_s=100.0):
-        assert outcome.error is None, outcome.text
-        assert outcome.seconds < IMPATIENT.timeout_s  # nobody has waited for the timeout
+    two.run(save_in_turn, str(tmp_path), kinds, limit_s=100.0)  # who waits for the timeout hangs
     whole = [str(step) for step, kind in enumerate(kinds) if kind != "broken"]
     assert sorted(os.listdir(tmp_path)) == sorted(whole)
     assert all(fc.verify(tmp_path / name).ok for name in whole)

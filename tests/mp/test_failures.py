@@ -297,8 +297,7 @@ def test_a_rank_that_hangs_is_named_in_time(four, tmp_path, tmp_path_factory):
             assert outcome.error.rank == (2,)
     # The rank that was late has lost its place to write to, and leaves nothing there.
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    four.run(save, tmp_path / "a")
-    assert fc.verify(tmp_path / "a").ok
+    check_works(four, tmp_path / "a")
 
 
 def hang_while_publishing(path):
@@ -331,8 +330,7 @@ def test_a_rank_that_dies_is_named_at_once(four, tmp_path, rank, name):
     if rank == 0:  # nobody is left to clean up but the next sweep
         assert len(fc.sweep(tmp_path)) > 0
     assert [item.name for item in tmp_path.iterdir()] == ["before"]
-    four.run(save, tmp_path / "a")
-    assert fc.verify(tmp_path / "a").ok
+    check_works(four, tmp_path / "a")
 
 
 def absent(path, rank):
@@ -341,14 +339,13 @@ def absent(path, rank):
 
 
 def test_a_rank_that_never_comes_is_named(four, tmp_path):
-    """Not even the connections exist yet: this timeout is used here alone."""
+    """Not even the connections exist."""
     for outcome in four.outcomes(absent, tmp_path / "a", 1):
         if outcome.rank != 1:
             assert isinstance(outcome.error, fc.errors.RankFailedError), outcome
             assert outcome.error.rank == (1,)
     assert not list(tmp_path.iterdir())
-    four.run(absent, tmp_path / "a", None)
-    assert fc.verify(tmp_path / "a").ok
+    check_works(four, tmp_path / "a")
 
 
 def in_thread(path):

@@ -269,7 +269,7 @@ def tied(rank):
 
     weight = distribute_tensor(launch.values(5, 2), launch.mesh(4), [Shard(0)], src_data_rank=None)
     plain = launch.values(3)
-    return {"embed": weight, "head": weight.detach(), "a": plain, "b": plain.view(3), "t": plain[:2]}
+    return {"embed": weight, "head": weight.detach(), "a": plain, "b": plain.view(3)}
 
 
 def save_and_load_tied(path):
@@ -324,17 +324,30 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(four, tmp_path, like, kind, 
 
 
 def load_elsewhere(path):
-    return load(optimizer_of_frozen, path / ("b" if launch.rank() == 3 else "a"))
+    return load(optimizer_of_frozen, path / ("there" if launch.rank() == 3 else "here") / "a")
 
 
 def test_ranks_that_load_different_checkpoints_are_told(four, tmp_path):
-    four.run(save, optimizer_of_frozen, tmp_path / "a")
+    """As where a path is another directory on another machine."""
+    four.run(save, optimizer_of_frozen, tmp_path / "here/a")
     for error in errors(four.outcomes(load_elsewhere, tmp_path)):
         assert isinstance(error, fc.errors.NotACheckpointError)
         assert "rank 3" in str(error)
-    four.run(save, seeds, tmp_path / "b")
+    four.run(save, seeds, tmp_path / "there/a")
     for outcome in four.outcomes(load_elsewhere, tmp_path):
         assert "different checkpoints" in str(outcome.error)
+
+
+def load_another(path):
+    return load(optimizer_of_frozen, path / ("b" if launch.rank() == 3 else "a"))
+
+
+def test_ranks_that_call_different_things_are_told_what_each_calls(four, tmp_path):
+    four.run(save, optimizer_of_frozen, tmp_path / "a")
+    for number in range(8):  # a rank that comes late finds that the others have given up
+        for outcome in four.outcomes(load_another, tmp_path, limit_s=25):  # less than the wait for a rank
+            assert isinstance(outcome.error, fc.errors.CheckpointError), (number, outcome)
+            assert "'b'" in str(outcome.error), (number, outcome)
 
 
 def spoil(path):

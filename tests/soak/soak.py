@@ -50,6 +50,8 @@ class Soak:
         for process in (self.zygote, *self.busy):
             process.kill()
             process.wait()
+        self.zygote.stdin.close()
+        self.zygote.stdout.close()
 
     def round(self):
         """Let one world save; note what went wrong."""
