@@ -197,7 +197,7 @@ def store_host():
 def test_a_store_that_hangs_or_dies_is_not_waited_for(store_host, what):
     store, process = store_host
     lane = Lane(Board(store, "test"), 0, (0, 1), "save", "127.0.0.1")
-    lane.begin("save", SOON_S)
+    lane.begin(SOON_S)
     process.send_signal(what)
     if what == signal.SIGKILL:
         process.wait()

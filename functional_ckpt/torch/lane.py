@@ -36,10 +36,7 @@ _ASK_S = 1.0
 
 @attrs.frozen
 class _Note:
-    """What a rank says when it gives up a call; `number` counts the calls of a generation.
-
-    `is_over` says that it was told to stop, since some rank will not come to this call.
-    """
+    """What a rank says when it gives up a call; `number` counts the calls of a generation."""
 
     rank: int
     number: int
@@ -47,7 +44,6 @@ class _Note:
     text: str
     lost: int | None
     is_mixed: bool
-    is_over: bool
 
 
 class Lane:
@@ -89,7 +85,7 @@ class Lane:
         if self._wires is not None:
             self._wires.close()
 
-    def begin(self, what: str, timeout_s: float) -> tuple[int, int]:
+    def begin(self, timeout_s: float) -> tuple[int, int]:
         """Return the generation and the number of a call that begins.
 
         Raises
@@ -98,8 +94,7 @@ class Lane:
             If other ranks have given up this very call already: nobody would answer.
         """
         while self.notes(timeout_s) or self._is_broken:
-            ahead = (note for note in self._notes if note.number > self._number and not note.is_over)
-            late = [note for note in ahead if note.what == what or note.is_mixed]
+            late = [note for note in self._notes if note.number > self._number and self._is_final(note)]
             if self._is_once or (late and not self._is_broken):
                 self._is_broken = True
                 note = (late or self._notes)[0]
@@ -110,6 +105,11 @@ class Lane:
             self.renew()
         self._number += 1
         return self._generation, self._number
+
+    def _is_final(self, note: _Note) -> bool:
+        """Tell whether a call was given up whoever else would come: not because some rank had not come to it."""
+        heard = {each.rank for each in self._notes}
+        return note.is_mixed or (note.lost is not None and note.lost not in heard)
 
     def renew(self) -> None:
         """Go on with new connections."""
@@ -160,7 +160,7 @@ class Lane:
         """Tell the others that this rank goes no further, hang up, and return what to raise; ask why if it `asks`."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         lost, is_mixed = getattr(error, "lost", None), isinstance(error, MismatchError)
-        mine = _Note(self.rank, number, what, text, lost, is_mixed, not asks)
+        mine = _Note(self.rank, number, what, text, lost, is_mixed)
         self._is_broken = True
         if self.name in self._board.said:
             self.say(f"{what}, and has given up")
@@ -254,7 +254,7 @@ class Call:
             while True:
                 try:
                     if not self._number:
-                        self._generation, self._number = lane.begin(self._what, self._timeout_s)
+                        self._generation, self._number = lane.begin(self._timeout_s)
                     found = act(lane.wires(self._generation, self._timeout_s))
                 except CheckpointError:
                     raise
