@@ -119,7 +119,7 @@ def same(one, other):
 
 def held(rank, path):
     """What a rank holds of an optimizer that has not stepped, and two things that Megatron does otherwise."""
-    from functional_ckpt.errors import CheckpointError, UnsupportedLeafError
+    from functional_ckpt.errors import CheckpointErrors, UnsupportedLeafError
     from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
 
     warnings.simplefilter("ignore")
@@ -150,8 +150,9 @@ def held(rank, path):
     displaced = [not torch.equal(one["param"].data, p) for one, p in zip(whole, parameters, strict=True)]
     assert any(displaced)
 
-    with pytest.raises(CheckpointError, match=r"key 'module.decoder.layers.0.mlp.linear_fc1.weight'"):
+    with pytest.raises(CheckpointErrors) as caught:
         sharded_optimizer_state(optimizer, {})
+    assert "module.decoder.layers.0.mlp.linear_fc1.weight" in {problem.key for problem in caught.value.exceptions}
     part.config.use_precision_aware_optimizer = True
     with pytest.raises(UnsupportedLeafError, match="use_precision_aware_optimizer"):
         sharded_optimizer_state(optimizer, model)
