@@ -13,6 +13,7 @@ from functional_ckpt.errors import (
     ProblemError,
     RankFailedError,
     StorageError,
+    changed,
     raise_problems,
 )
 from functional_ckpt.store.exchange import LocalExchange
@@ -206,11 +207,7 @@ def _raise_merged(problems: Sequence[tuple[CheckpointError, ...]], cause: BaseEx
 def _named(problem: CheckpointError, ranks: tuple[int, ...]) -> CheckpointError:
     """Return `problem` with the ranks that reported it, unless it names ranks already."""
     if isinstance(problem, ProblemError) and problem.rank is None:
-        values = {field.name: getattr(problem, field.name) for field in attrs.fields(type(problem))}
-        named = type(problem)(**{**values, "rank": ranks[0] if len(ranks) == 1 else ranks})
-        for note in getattr(problem, "__notes__", ()):
-            named.add_note(note)
-        return named
+        return changed(problem, rank=ranks[0] if len(ranks) == 1 else ranks)
     return problem
 
 

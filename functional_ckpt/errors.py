@@ -9,6 +9,7 @@ which rebuilds an exception from its positional arguments.
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 
@@ -41,6 +42,7 @@ __all__ = [
     "SpecError",
     "StorageError",
     "UnsupportedLeafError",
+    "changed",
     "raise_problems",
     "report",
 ]
@@ -231,6 +233,20 @@ def report(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(text, CheckpointWarning, stacklevel=depth)
+
+
+def changed(problem: ProblemError, **facts: Any) -> ProblemError:
+    """Return a problem with other facts, and the notes that were added to it.
+
+    Examples
+    --------
+    >>> print(changed(GapError("a cell has no writer", "w"), rank=3))
+    a cell has no writer: key 'w', rank 3
+    """
+    other = attrs.evolve(problem, **facts)
+    for note in getattr(problem, "__notes__", ()):
+        other.add_note(note)
+    return other
 
 
 def raise_problems(problems: Iterable[CheckpointError]) -> None:

@@ -13,7 +13,14 @@ from concurrent.futures import Future, wait
 
 import attrs
 
-from functional_ckpt.errors import CheckpointError, CheckpointWarning, ProblemError, SaveCancelledError, raise_problems
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    ProblemError,
+    SaveCancelledError,
+    changed,
+    raise_problems,
+)
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.progress import Progress, Tracker
 
@@ -152,8 +159,7 @@ def _dated(error: CheckpointError) -> CheckpointError:
     """Return an error that says that it is not of this save."""
     if not isinstance(error, ProblemError):
         return error
-    values = {field.name: getattr(error, field.name) for field in attrs.fields(type(error))}
-    return type(error)(**{**values, "what": f"an earlier async_save has failed: {error.what}"})
+    return changed(error, what=f"an earlier async_save has failed: {error.what}")
 
 
 def _run_all(key: int) -> None:
