@@ -27,7 +27,7 @@ from functional_ckpt.spec.tree import unflatten
 
 __all__ = [
     "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part",
-    "build_manifest", "content_problems", "filled", "is_per_rank", "merge_states", "merge_structures", "placed_leaves",
+    "build_manifest", "content_problems", "filled", "is_per_rank", "merge_structures", "placed_leaves",
 ]  # fmt: skip
 
 _NO_ATTRIBUTES = "{}"
@@ -154,23 +154,11 @@ class GlobalState:
 Part = tuple[int, LocalState]
 
 
-def merge_states(parts: Sequence[Part], replicated: str = "check") -> tuple[GlobalState, tuple[ProblemError, ...]]:
-    """Merge what all ranks hold, and return the problems with it; a rank may bring several parts.
-
-    With ``replicated="trust"`` unequal copies are none: the lowest rank's plain value is taken, and any rank's tensor.
-
-    Examples
-    --------
-    >>> parts = [(r, LocalState(values=(ValueEntry("lr", text),))) for r, text in enumerate(("0.1", "0.2"))]
-    >>> print(merge_states(parts)[1][0])  # doctest: +ELLIPSIS
-    ranks hold different values under one key: key 'lr', rank (0, 1), expected 0.1, found 0.2. Wrap ...
-    """
-    structure, problems = merge_structures(parts)
-    return filled(structure, parts), (*problems, *content_problems(parts, replicated))
-
-
 def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemError, ...]]:
-    """Merge what plans are made from, and return the problems with it; `filled` adds the values."""
+    """Merge what plans are made from, and return the problems with it; a rank may bring several parts.
+
+    `filled` adds the values.
+    """
     problems: list[ProblemError] = []
     leaves = _merged_leaves(parts, problems)
     values = _without_placeholders(_merged_places(parts, problems), leaves)
@@ -185,7 +173,16 @@ def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemE
 
 
 def content_problems(parts: Sequence[Part], replicated: str = "check") -> tuple[ProblemError, ...]:
-    """Return the problems with what ranks hold alike: plain values, copies and attributes that are not equal."""
+    """Return the problems with what ranks hold alike: plain values, copies and attributes that are not equal.
+
+    With ``replicated="trust"`` unequal values and copies are none.
+
+    Examples
+    --------
+    >>> parts = [(r, LocalState(values=(ValueEntry("lr", text),))) for r, text in enumerate(("0.1", "0.2"))]
+    >>> print(content_problems(parts)[0])  # doctest: +ELLIPSIS
+    ranks hold different values under one key: key 'lr', rank (0, 1), expected 0.1, found 0.2. Wrap ...
+    """
     problems = [*_unequal_values(parts), *_unequal_copies(parts)] if replicated == "check" else []
     return (*problems, *_unequal(parts, "attributes", "ranks pass different attributes"))
 
