@@ -9,7 +9,7 @@ which rebuilds an exception from its positional arguments.
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -42,6 +42,7 @@ __all__ = [
     "SpecError",
     "StorageError",
     "UnsupportedLeafError",
+    "add_notes",
     "changed",
     "raise_problems",
     "report",
@@ -99,6 +100,9 @@ class ProblemError(CheckpointError):
         ]
         text = f"{self.what}: {', '.join(facts)}" if facts else self.what
         return f"{text}. {self.remedy}" if self.remedy else text
+
+
+P = TypeVar("P", bound=ProblemError)
 
 
 class CheckpointErrors(ExceptionGroup[CheckpointError], CheckpointError):  # noqa: N818 - a plural
@@ -235,7 +239,21 @@ def report(text: str) -> None:
     warnings.warn(text, CheckpointWarning, stacklevel=depth)
 
 
-def changed(problem: ProblemError, **facts: Any) -> ProblemError:
+def add_notes(error: BaseException, notes: Iterable[str]) -> None:
+    """Say with an error what else has failed because of it.
+
+    Examples
+    --------
+    >>> error = GapError("a")
+    >>> add_notes(error, ["b"])
+    >>> error.__notes__
+    ['b']
+    """
+    for note in notes:
+        error.add_note(note)
+
+
+def changed(problem: P, **facts: Any) -> P:
     """Return a problem with other facts, and the notes that were added to it.
 
     Examples
@@ -244,8 +262,7 @@ def changed(problem: ProblemError, **facts: Any) -> ProblemError:
     a cell has no writer: key 'w', rank 3
     """
     other = attrs.evolve(problem, **facts)
-    for note in getattr(problem, "__notes__", ()):
-        other.add_note(note)
+    add_notes(other, getattr(problem, "__notes__", ()))
     return other
 
 

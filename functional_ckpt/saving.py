@@ -26,6 +26,7 @@ from functional_ckpt.errors import (
     SaveCancelledError,
     SpecError,
     StorageError,
+    add_notes,
     raise_problems,
 )
 from functional_ckpt.plan.layout import ArrayPlan
@@ -40,7 +41,7 @@ from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import Site, abandon, add_notes, begin, publish, seen_from
+from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan

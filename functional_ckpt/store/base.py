@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 import attrs
 
-from functional_ckpt.errors import CheckpointError, CorruptionError, StorageError
+from functional_ckpt.errors import CheckpointError, CorruptionError, StorageError, add_notes
 
 __all__ = [
     "BLOCK_NBYTES",
@@ -117,6 +117,9 @@ class Store(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
 
+    def check_guard(self) -> None:
+        """Raise `StorageError` if the save that writes here was given up; a rank that was late finds it out so."""
+
     def flush(self) -> None:
         """Make durable what was created, as far as the store was opened to do so."""
 
@@ -172,6 +175,5 @@ def storage_error(what: str, name: str, error: OSError) -> StorageError:
     found = f"{type(error).__name__}: {error.strerror or error}"
     remedy = "Free space; nothing was published" if full else None
     wrapped = StorageError(f"{what} failed", path=name, found=found, remedy=remedy)
-    for note in getattr(error, "__notes__", ()):  # the cause does not travel to other ranks
-        wrapped.add_note(note)
+    add_notes(wrapped, getattr(error, "__notes__", ()))  # the cause does not travel to other ranks
     return wrapped

@@ -1,10 +1,9 @@
 """One chunk of an array: whether it is there, its bytes, its digest, and writing it whole."""
 
-import attrs
 import numpy as np
 import xxhash
 
-from functional_ckpt.errors import CorruptionError, StorageError
+from functional_ckpt.errors import CorruptionError, StorageError, changed
 from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.array import ArraySpec
@@ -21,7 +20,6 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
-from functional_ckpt.store.files import FileStore
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
@@ -115,7 +113,7 @@ def located(error: StorageError, spec: ArraySpec, layout: Layout, index: tuple[i
     if error.chunk is not None:
         return error
     offset = ChunkGrid(spec.shape, layout.chunk).box(index).start
-    return attrs.evolve(error, key=spec.key, shape=spec.shape, offset=offset, chunk=chunk_name(index))
+    return changed(error, key=spec.key, shape=spec.shape, offset=offset, chunk=chunk_name(index))
 
 
 def _bad_size(spec: ArraySpec, layout: Layout, index: tuple[int, ...], found: int | None) -> CorruptionError:
@@ -152,8 +150,7 @@ def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values
     """Write the cells `box` of a chunk that others write too."""
     from functional_ckpt.store.zarr import open_array, write_box
 
-    if isinstance(store, FileStore):
-        store.check_guard()  # as `create` does: the file is replaced
+    store.check_guard()  # as `create` does: the file is replaced
     write_box(open_array(store, spec, layout), spec.key, box, values, layout)
 
 

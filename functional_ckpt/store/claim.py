@@ -11,7 +11,6 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
-from functools import cache
 from pathlib import Path
 from threading import Lock
 
@@ -19,6 +18,7 @@ import attrs
 
 from functional_ckpt.errors import AlreadyExistsError, StorageError
 from functional_ckpt.store.directories import sync_directory
+from functional_ckpt.store.machine import boot_id
 
 __all__ = ["ABANDONED", "Claim", "claimed_by", "claimed_nodes", "is_live", "is_live_in_memory", "state_of"]
 
@@ -230,15 +230,9 @@ def _judged(path: Path, file: int) -> str:
     return "dead" if same else "foreign"
 
 
-@cache
 def _machine() -> dict[str, str]:
     """Return the name of this machine, and what all its containers and no other machine have in common."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return {"host": os.uname().nodename, "boot": boot}
+    return {"host": os.uname().nodename, "boot": boot_id()}
 
 
 def is_live_in_memory(url: str) -> bool:

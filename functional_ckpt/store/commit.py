@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import AlreadyExistsError, CheckpointError, PathNotSharedError, PolicyError
+from functional_ckpt.errors import AlreadyExistsError, CheckpointError, PathNotSharedError, PolicyError, add_notes
 from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.base import Store, storage_errors
@@ -49,7 +49,6 @@ __all__ = [
     "ROOT",
     "Site",
     "abandon",
-    "add_notes",
     "begin",
     "manifest_digest",
     "publish",
@@ -227,12 +226,6 @@ def _remove_in_place(site: Site, claim: Claim | None, late: bool) -> None:
     if late and claim is not None:
         claim.set_aside()
     store.delete([found for found in names if found != name])
-
-
-def add_notes(error: BaseException, notes: Sequence[str]) -> None:
-    """Say with an error what else has failed because of it."""
-    for note in notes:
-        error.add_note(note)
 
 
 def _begin_marker(

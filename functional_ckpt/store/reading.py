@@ -15,6 +15,7 @@ from functional_ckpt.errors import (
     ProblemError,
     ReplacedError,
     StorageError,
+    changed,
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
 from functional_ckpt.store.base import Store
@@ -230,7 +231,7 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
         try:
             data = store.read(f"{node_name(entry.spec.key)}/zarr.json", len(expected))
         except ProblemError as error:
-            return attrs.evolve(error, key=entry.spec.key)
+            return changed(error, key=entry.spec.key)
         if data == expected:
             return None
         what = "an array's zarr.json is missing" if data is None else "an array's zarr.json was changed"

@@ -7,6 +7,8 @@ import socket
 import struct
 from functools import cache
 
+from functional_ckpt.store.machine import boot_id
+
 __all__ = ["host_id", "listener", "places"]
 
 _SIOCGIFADDR = 0x8915
@@ -57,11 +59,10 @@ def host_id() -> str:
     True
     """
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+        network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         return socket.gethostname()
+    return f"{boot_id()} {network}" if boot_id() else socket.gethostname()
 
 
 def _chosen() -> list[str]:

@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "who writes part of a chunk does not look at the claim", "store/chunk.py",
-        "        store.check_guard()", "        pass", ("tests/test_claims.py",),
+        "    store.check_guard()", "    pass", ("tests/test_claims.py",),
     ),
     Mutant(
         "a save publishes without its claim", "saving.py",
