@@ -1,6 +1,5 @@
 """A: ranks come to one plan by few words, and remembering one changes nothing but the time it takes."""
 
-import threading
 from collections import Counter
 from unittest.mock import patch
 
@@ -25,6 +24,7 @@ from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.testing import model
 from functional_ckpt.testing import strategies as fst
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
+from property_tests.memories import ByRank
 from property_tests.test_roundtrip import directory, tree_bytes
 
 BLANK = HostBuffer(np.empty(0, np.uint8))
@@ -245,18 +245,8 @@ def is_valid(facts, change):
         return False
 
 
-class Memories:
-    """A memory of plans for each simulated rank, as their processes would have."""
-
-    def __init__(self):
-        self.by_rank = [planning.PlanMemory() for _ in range(3)]
-        self.here = threading.local()
-
-    def find(self, mine):
-        return self.by_rank[self.here.rank].find(mine)
-
-    def keep(self, mine, *plan):
-        self.by_rank[self.here.rank].keep(mine, *plan)
+class Memories(ByRank):
+    """Memories of three ranks, through which worlds are saved one after the other."""
 
     def outcome(self, world):
         """Save, and return the bytes on disk, or what the ranks raised."""
@@ -280,7 +270,7 @@ def test_remembered_plans_change_nothing(saves):
     memories = Memories()
     for world, forgetful in saves:
         for rank in forgetful:
-            memories.by_rank[rank] = planning.PlanMemory()
+            memories.forget(rank)
         expected = Memories().outcome(world)
         event("refused" if isinstance(expected, list) else "saved")
         assert memories.outcome(world) == expected

@@ -1,6 +1,5 @@
 """M: what a process remembers changes nothing. Any states, one after the other, through one memory and through none."""
 
-import threading
 from unittest.mock import patch
 
 import attrs
@@ -10,7 +9,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
-from functional_ckpt import api, planning
+from functional_ckpt import api
 from functional_ckpt.comm import GatherOnly
 from functional_ckpt.leaves import LocalShards, PerRank
 from functional_ckpt.plan.agreement import Basis
@@ -25,6 +24,7 @@ from functional_ckpt.spec.mesh import Mesh, Sharding
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.testing.simulate import try_ranks
+from property_tests.memories import ByRank
 from property_tests.test_roundtrip import directory, tree_bytes
 
 try:
@@ -180,18 +180,8 @@ def histories(draw):
     return worlds
 
 
-class Memories:
-    """A memory of plans for each simulated rank, as their processes would have."""
-
-    def __init__(self):
-        self.by_rank = [planning.PlanMemory() for _ in range(RANKS)]
-        self.here = threading.local()
-
-    def find(self, basis):
-        return self.by_rank[self.here.rank].find(basis)
-
-    def keep(self, *plan):
-        self.by_rank[self.here.rank].keep(*plan)
+class Memories(ByRank):
+    """Memories of the ranks, through which worlds are saved one after the other."""
 
     def outcome(self, world):
         """Save, and return the bytes on disk, or what the ranks raised."""
@@ -230,7 +220,7 @@ def test_a_memory_changes_nothing(worlds, forgotten):
     memories = Memories()
     for world, ranks in zip(worlds, forgotten, strict=False):
         for rank in ranks:
-            memories.by_rank[rank] = planning.PlanMemory()
+            memories.forget(rank)
         expected = Memories().outcome(world)
         event("refused" if isinstance(expected, list) else "saved")
         assert memories.outcome(world) == expected

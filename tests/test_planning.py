@@ -1,7 +1,6 @@
 """How ranks come to a plan: by few words, once, and never by an old one. And plans of states too large to hold."""
 
 import pickle
-import threading
 from collections import Counter
 from functools import cache
 from math import prod
@@ -22,6 +21,7 @@ from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets
 from functional_ckpt.testing.simulate import try_ranks
+from property_tests.memories import ByRank
 
 LOOSE = LayoutPolicy(min_chunk_nbytes=0)
 GRID = SavePolicy(replicas="declared", layout=LOOSE, durability="none")
@@ -38,23 +38,6 @@ class Watched:
     def all_gather(self, value):
         self.told.append(len(pickle.dumps(value)))
         return self.inner.all_gather(value)
-
-
-class ByRank:
-    """A memory of plans for each simulated rank, as their processes would have."""
-
-    def __init__(self):
-        self.memories, self.here = {}, threading.local()
-
-    @property
-    def mine(self):
-        return self.memories.setdefault(self.here.rank, planning.PlanMemory())
-
-    def find(self, mine):
-        return self.mine.find(mine)
-
-    def keep(self, mine, *plan):
-        self.mine.keep(mine, *plan)
 
 
 @pytest.fixture
@@ -192,7 +175,7 @@ def test_a_repeated_save_is_not_planned_and_has_the_values_of_now(save, calls, s
 @pytest.mark.parametrize("rank", range(3))
 def test_one_rank_that_has_forgotten_makes_all_plan_again(save, calls, memory, rank):
     manifests(save(rows())[1])
-    del memory.memories[rank]
+    memory.forget(rank)
     calls.clear()
     manifests(save(rows())[1])
     assert calls == {"plan_save": 3}
