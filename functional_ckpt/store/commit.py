@@ -1,16 +1,14 @@
 """Begin, publish or abandon a save, so that a path holds a whole checkpoint or none.
 
-*rename*: everything is written to ``.<name>.<id>.saving`` beside the path, which then takes the path's name in one
-step; with `overwrite` the two directories change places in one step and the old one is removed. Killed before the step,
-the old checkpoint survives; after it, the new one does.
+*rename*: everything is written to a directory beside the path, which then takes the path's name in one step; with
+`overwrite` the two directories change places in one step and the old one is removed. Killed before the step, the old
+checkpoint survives; after it, the new one does.
 *marker*: written in place; the root ``zarr.json`` is created last, and only if there is none. Other files may live in
 the directory.
 """
 
 import json
 import os
-import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +40,7 @@ from functional_ckpt.store.target import (
     put_in_place,
     synced,
 )
+from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id, working_name
 
 __all__ = [
     "MANIFEST",
@@ -80,8 +79,8 @@ class Site:
             return None
         final = Path(self.url)
         if self.mode == "marker":
-            return final / f".{self.save_id}.claim"
-        return final.parent / f".{final.name}.{self.save_id}.claim"
+            return final / claim_name(self.save_id)
+        return final.parent / claim_name(self.save_id, final.name)
 
 
 def begin(
@@ -98,7 +97,7 @@ def begin(
     StorageError
         If what is there could not be replaced in the end: a mount point, or no way to exchange two directories.
     """
-    save_id = secrets.token_hex(8)
+    save_id = new_save_id()
     store = open_store(url)
     if mode == "auto":
         mode = "rename" if store.capabilities.rename else "marker"
@@ -111,7 +110,7 @@ def begin(
         if final.is_symlink():
             final = final.resolve()  # replace what the link points to, not the link
         check_target(final, overwrite)
-    site = Site(str(final), str(final.parent / f".{final.name}.{save_id}.saving"), "rename", save_id)
+    site = Site(str(final), str(final.parent / working_name(final.name, save_id)), "rename", save_id)
     with storage_errors("creating the directory to save to", site.work_url):
         make_directories(final.parent, durability not in _NOT_EACH)
         claim = Claim.take(site.claim_path() or final, save_id)
@@ -128,9 +127,8 @@ def _with_target(site: Site) -> Site:
     """Return `site` with what it may replace; fail if the file system cannot replace it."""
     final, work = Path(site.url), Path(site.work_url)
     # In this order: a save that publishes meanwhile is seen by its claim or by what it has published.
-    claims = re.compile(rf"\.{re.escape(final.name)}\.([0-9a-f]{{16}})\.claim")
-    found = (claims.fullmatch(name) for name in os.listdir(final.parent))
-    earlier = tuple(sorted(match[1] for match in found if match is not None and match[1] != site.save_id))
+    begun = claims_for(final.name, os.listdir(final.parent))
+    earlier = tuple(save_id for save_id in begun if save_id != site.save_id)
     found_there = identity_of(final)
     if found_there is not None and os.listdir(final):
         one, other = work / "one", work / "other"

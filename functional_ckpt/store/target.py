@@ -24,7 +24,8 @@ from functional_ckpt.store.directories import (
 )
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.files import FileStore
-from functional_ckpt.store.sweep import is_claim_name, is_node_file
+from functional_ckpt.store.sweep import is_node_file
+from functional_ckpt.store.temporary import is_claim_name
 
 __all__ = [
     "MANIFEST",
