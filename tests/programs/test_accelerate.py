@@ -1,0 +1,161 @@
+"""Accelerate's own `save_state`, `load_state` and `merge_fsdp_weights` with FSDP2 in shards, on CPU ranks.
+
+One thing of Accelerate is changed, see `accelerate_on_cpu`: which devices it believes FSDP to be for.
+"""
+
+import os
+
+import pytest
+
+from tests.programs.setting import (
+    LIMIT_S,
+    STORAGES,
+    Death,
+    accelerate_on_cpu,
+    as_torchrun,
+    doomed,
+    pool,
+    storing,
+    whole,
+)
+
+pytestmark = pytest.mark.mp
+
+MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+
+
+def train(storage, folder, size, steps, *, load=False, death=None, version=2, first=0):
+    """Train `steps` steps and save after each to the same folder; return what a resumed run must equal."""
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    as_torchrun(size)
+    accelerate_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(first)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3))
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    rates = torch.optim.lr_scheduler.ExponentialLR(adam, 0.9)
+    model, adam, rates = accelerator.prepare(model, adam, rates)
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+    with storing(storage), doomed(death, accelerator, "save_state"):
+        if load:
+            accelerator.load_state(str(folder))
+        for _ in range(steps):
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            adam.step()
+            rates.step()
+            adam.zero_grad()
+            accelerator.save_state(str(folder))
+    return state_of(model, adam, rates)
+
+
+def state_of(model, adam, rates):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    return {
+        "model": whole(get_model_state_dict(model)),
+        "optimizer": whole(get_optimizer_state_dict(model, adam.optimizer)),
+        "rate": rates.scheduler.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_run_that_goes_on_equals_one_that_never_stopped(two, four, size, storage, tmp_path, same):
+    """Each step is saved to the folder of the one before."""
+    ranks = {2: two, 4: four}[size]
+    unbroken = ranks.run(train, storage, tmp_path / "unbroken", size, 4, limit_s=LIMIT_S)
+    ranks.run(train, storage, tmp_path / "run", size, 2, limit_s=LIMIT_S)
+    resumed = ranks.run(go_on, storage, tmp_path / "run", size, 2, limit_s=LIMIT_S)
+    same(resumed, unbroken)
+    if storage == "ours":
+        check_ours(tmp_path / "run", resumed[0], same)
+
+
+def go_on(storage, folder, size, steps):
+    """Begin with other values, so that what is not loaded is seen."""
+    return train(storage, folder, size, steps, load=True, first=1)
+
+
+def check_ours(folder, state, same):
+    import functional_ckpt
+
+    for name, kind in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
+        assert functional_ckpt.verify(folder / name).ok
+        found = functional_ckpt.open_checkpoint(folder / name).state("torch")[kind]
+        same(
+            dict(found) if kind == "model" else found["state"], state[kind] if kind == "model" else state[kind]["state"]
+        )
+    left = {path.name for path in folder.iterdir()}
+    assert left == {MODEL, OPTIMIZER, "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"} | (
+        {"random_states_2.pkl", "random_states_3.pkl"} & left
+    )
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_other_numbers_of_ranks_take_up(two, four, storage, tmp_path, same):
+    saved = two.run(train, storage, tmp_path, 2, 2, limit_s=LIMIT_S)[0]
+    copy_random_states(tmp_path)
+    same(four.run(go_on, storage, tmp_path, 4, 0, limit_s=LIMIT_S)[0], saved)
+
+
+def copy_random_states(folder):
+    """Accelerate loads a file per rank, whatever holds the tensors."""
+    for rank in (2, 3):
+        (folder / f"random_states_{rank}.pkl").write_bytes((folder / "random_states_0.pkl").read_bytes())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_merged_weights_are_the_model(two, storage, tmp_path, same):
+    """One rank merges while the others wait, in the process group that trained."""
+    from safetensors.torch import load_file
+
+    saved = two.run(train, storage, tmp_path / "run", 2, 2, limit_s=LIMIT_S)[0]
+    two.run(merge, storage, tmp_path / "run" / MODEL, tmp_path / "merged", limit_s=LIMIT_S)
+    same(load_file(tmp_path / "merged" / "model.safetensors"), dict(saved["model"]))
+
+
+def merge(storage, folder, to):
+    from accelerate.utils import merge_fsdp_weights
+
+    as_torchrun(2)
+    accelerate_on_cpu()
+    from accelerate.state import PartialState
+
+    PartialState(cpu=True)
+    with storing(storage):
+        merge_fsdp_weights(str(folder), str(to))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
+def test_after_a_death_model_and_optimizer_are_each_whole(rank, share, tmp_path, same):
+    """Killed while it saves step 3 over step 2. Accelerate saves two checkpoints: each is the old or the new one."""
+    folder = tmp_path / "run"
+    with pool(2) as ranks:
+        states = [ranks.run(train, "ours", tmp_path / f"{n}", 2, n, limit_s=LIMIT_S)[0] for n in (2, 3)]
+        outcomes = ranks.outcomes(train_until_death, folder, rank, share, limit_s=LIMIT_S)
+        assert outcomes[rank].dead
+        assert outcomes[1 - rank].error is not None
+    with pool(2) as ranks:
+        found = ranks.run(go_on, "ours", folder, 2, 0, limit_s=LIMIT_S)[0]
+        assert all(any(is_same(same, found[kind], state[kind]) for state in states) for kind in ("model", "optimizer"))
+        ranks.run(go_on, "ours", folder, 2, 1, limit_s=LIMIT_S)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {MODEL, OPTIMIZER, "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"}
+
+
+def is_same(same, one, other):
+    try:
+        same(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+def train_until_death(folder, rank, share):
+    mine = int(os.environ["TEST_RANK"]) == rank
+    return train("ours", folder, 2, 4, death=Death(folder, 3, share) if mine else None)

@@ -1,0 +1,152 @@
+"""The Trainer of transformers with FSDP2 in shards, on CPU ranks; and what transformers saves without its Trainer.
+
+The Trainer saves through Accelerate, which is changed in one thing, see `accelerate_on_cpu`.
+"""
+
+import os
+
+import pytest
+
+from tests.programs.setting import (
+    LIMIT_S,
+    STORAGES,
+    Death,
+    accelerate_on_cpu,
+    as_torchrun,
+    doomed,
+    pool,
+    storing,
+    whole,
+)
+
+pytestmark = pytest.mark.mp
+
+MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+
+
+def llama(seed=0):
+    """Return a language model of two layers."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2))
+
+
+def train(storage, folder, size, to_step, resume=None, death=None, seed=0):
+    """Train `to_step` steps, saving after each and keeping two; return what a resumed run must equal."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    as_torchrun(size)
+    accelerate_on_cpu()
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, fsdp=True, max_steps=to_step, save_steps=1, save_total_limit=2,
+        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT",
+                     "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        per_device_train_batch_size=8 // size, learning_rate=0.01, report_to=[], disable_tqdm=True,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=3,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    words = [torch.randint(0, 32, (6,), generator=generator) for _ in range(16)]
+    trainer = Trainer(llama(seed), arguments, train_dataset=[{"input_ids": each, "labels": each} for each in words])
+    with storing(storage), doomed(death, trainer, "_save_checkpoint"):
+        trainer.train(resume_from_checkpoint=resume)
+    return state_of(trainer)
+
+
+def state_of(trainer):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    return {
+        "step": trainer.state.global_step,
+        "model": whole(get_model_state_dict(trainer.model)),
+        "optimizer": whole(get_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer)),
+        "rate": trainer.lr_scheduler.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_run_that_goes_on_equals_one_that_never_stopped(two, four, size, storage, tmp_path, same):
+    ranks = {2: two, 4: four}[size]
+    unbroken = ranks.run(train, storage, tmp_path / "unbroken", size, 4, limit_s=LIMIT_S)
+    ranks.run(train, storage, tmp_path / "run", size, 2, limit_s=LIMIT_S)
+    resumed = ranks.run(train, storage, tmp_path / "run", size, 4, True, None, 1, limit_s=LIMIT_S)
+    same(resumed, unbroken)
+    assert names(tmp_path / "run") == ["checkpoint-3", "checkpoint-4"]
+    if storage == "ours":
+        check_ours(tmp_path / "run" / "checkpoint-4", resumed[0], same)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def check_ours(folder, state, same):
+    import functional_ckpt
+
+    for name, kind in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
+        assert functional_ckpt.verify(folder / name).ok
+        found = functional_ckpt.open_checkpoint(folder / name).state("torch")[kind]
+        same(
+            dict(found) if kind == "model" else found["state"], state[kind] if kind == "model" else state[kind]["state"]
+        )
+    assert all(name in (MODEL, OPTIMIZER) or (folder / name).is_file() for name in names(folder))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.7])
+def test_after_a_death_the_newest_whole_checkpoint_goes_on(rank, share, tmp_path, same):
+    """Killed while it saves step 3. The Trainer writes `trainer_state.json` last: what lacks it is not whole."""
+    folder = tmp_path / "run"
+    with pool(2) as ranks:
+        unbroken = ranks.run(train, "ours", tmp_path / "unbroken", 2, 4, limit_s=LIMIT_S)
+        outcomes = ranks.outcomes(train_until_death, folder, rank, share, limit_s=LIMIT_S)
+        assert outcomes[rank].dead
+        assert outcomes[1 - rank].error is not None
+    newest = max(path.parent for path in folder.glob("checkpoint-*/trainer_state.json"))
+    assert newest.name == "checkpoint-2"
+    with pool(2) as ranks:
+        resumed = ranks.run(train, "ours", folder, 2, 4, str(newest), None, 1, limit_s=LIMIT_S)
+    same(resumed, unbroken)
+    assert names(folder) == ["checkpoint-3", "checkpoint-4"]
+    check_ours(folder / "checkpoint-3", resumed[0], lambda one, other: None)
+
+
+def train_until_death(folder, rank, share):
+    mine = int(os.environ["TEST_RANK"]) == rank
+    return train("ours", folder, 2, 4, death=Death(folder, 3, share) if mine else None)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_transformers_saves_without_its_trainer(two, storage, tmp_path, same):
+    """Its optimizer's states go by `checkpoint_id`, its weights by a writer of safetensors, which stays as it is."""
+    before, after, files = two.run(save_and_load, storage, tmp_path, limit_s=LIMIT_S)[0]
+    same(after, before)
+    assert [name for name in files if name.endswith(".safetensors")]
+
+
+def save_and_load(storage, folder):
+    import torch
+    import transformers.distributed.checkpoint as theirs
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    states = []
+    with storing(storage):
+        for seed in (0, 1):
+            model = llama(seed)
+            fully_shard(model)
+            adam = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+            model(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
+            adam.step()
+            if seed == 0:
+                theirs._save_model_checkpoint_distributed(model, folder / "model")
+                theirs.save_optimizer_distributed(model, adam, str(folder / "optimizer"))
+            else:
+                theirs._load_model_checkpoint_distributed(model, folder / "model")
+                theirs.load_optimizer_distributed(model, adam, str(folder / "optimizer"))
+            states.append([whole(model.state_dict()), whole(get_optimizer_state_dict(model, adam))])
+    return *states, os.listdir(folder / "model")
