@@ -32,6 +32,8 @@ from functional_ckpt.store.opening import local_path, open_store
 from functional_ckpt.store.sweep import dead_claims, leftover_names
 from functional_ckpt.store.target import (
     MANIFEST,
+    METADATA_FILE,
+    METADATA_TEXT,
     PROVENANCE,
     ROOT,
     Replaceable,
@@ -44,6 +46,7 @@ from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id,
 
 __all__ = [
     "MANIFEST",
+    "METADATA_FILE",
     "PROVENANCE",
     "ROOT",
     "Site",
@@ -84,11 +87,11 @@ class Site:
 
 
 def begin(
-    url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str], durability: str = "none"
+    url: str | Path, mode: str, overwrite: bool, names: Sequence[str], durability: str = "none", foreign: str = "refuse"
 ) -> tuple[Site, Claim | None]:
-    """Choose and create the place to write `nodes` to; called by the coordinator only.
+    """Choose and create the place to write `names` to; called by the coordinator only.
 
-    `durability` is that of the policy.
+    `durability`, and what to do with files of others (`foreign`), are those of the policy.
 
     Raises
     ------
@@ -104,12 +107,12 @@ def begin(
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode == "marker":
-        return _begin_marker(store, overwrite, save_id, nodes, durability)
+        return _begin_marker(store, overwrite, save_id, names, durability)
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
             final = final.resolve()  # replace what the link points to, not the link
-        check_target(final, overwrite)
+        kept = check_target(final, overwrite, names if foreign == "keep" else None)
     site = Site(str(final), str(final.parent / working_name(final.name, save_id)), "rename", save_id)
     with storage_errors("creating the directory to save to", site.work_url):
         make_directories(final.parent, durability not in _NOT_EACH)
@@ -117,18 +120,18 @@ def begin(
     try:
         with storage_errors("creating the directory to save to", site.work_url):
             os.mkdir(site.work_url)
-            return (_with_target(site) if overwrite else site), claim
+            return (_with_target(site, overwrite, foreign == "keep") if overwrite or kept else site), claim
     except BaseException as error:
         add_notes(error, abandon(site, claim))
         raise
 
 
-def _with_target(site: Site) -> Site:
+def _with_target(site: Site, overwrite: bool, keeps_foreign: bool) -> Site:
     """Return `site` with what it may replace; fail if the file system cannot replace it."""
     final, work = Path(site.url), Path(site.work_url)
     # In this order: a save that publishes meanwhile is seen by its claim or by what it has published.
     begun = claims_for(final.name, os.listdir(final.parent))
-    earlier = tuple(save_id for save_id in begun if save_id != site.save_id)
+    earlier = tuple(save_id for save_id in begun if overwrite and save_id != site.save_id)
     found_there = identity_of(final)
     if found_there is not None and os.listdir(final):
         one, other = work / "one", work / "other"
@@ -137,7 +140,7 @@ def _with_target(site: Site) -> Site:
         exchange_paths(one, other)
         one.rmdir()
         other.rmdir()
-    return attrs.evolve(site, replaceable=Replaceable(found_there, earlier))
+    return attrs.evolve(site, replaceable=Replaceable(found_there, earlier, overwrite, keeps_foreign))
 
 
 def seen_from(site: Site, url: str | Path, rank: int) -> Site:
@@ -172,14 +175,18 @@ def publish(
     provenance: Mapping[str, Any],
     consolidate: bool,
     confirm: Callable[[], None],
+    metadata_file: bool = False,
 ) -> tuple[str, ...]:
     """Write manifest, provenance and root, in this order, and make the checkpoint appear.
+
+    With `metadata_file` there is one more file before these, for programs that look for a checkpoint of DCP.
 
     `confirm` is called right before the step after which the checkpoint is there; it may still raise. What fails after
     that step cannot undo it, and is returned in words.
     """
     text = manifest.to_json()
-    for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
+    first = ((METADATA_FILE, METADATA_TEXT),) if metadata_file else ()
+    for name, data in (*first, (MANIFEST, text), (PROVENANCE, to_json(provenance))):
         store.create(name, [memoryview(data)], len(data))
     root = root_metadata(manifest, manifest_digest(text), consolidate)
     durable = store.sync != "none"

@@ -19,7 +19,11 @@ from functional_ckpt.store.temporary import is_claim_name, part_of
 __all__ = ["dead_claims", "is_node_file", "leftover_names", "sweep"]
 
 # How our canonical JSON begins: other people have files of these names too.
-_BEGINNINGS = {"manifest.json": b'{"aliases":[', "provenance.json": b'{"finished":'}
+_BEGINNINGS = {
+    "manifest.json": b'{"aliases":[',
+    "provenance.json": b'{"finished":',
+    ".metadata": b"A checkpoint of functional_ckpt,",
+}
 _HEADER = b'{"attributes":{"functional_ckpt":'
 _NODE_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__lock)?")
 # Stands for what cannot be read, such as a pipe: nothing of ours begins so.
