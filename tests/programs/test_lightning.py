@@ -13,8 +13,8 @@ from tests.programs.setting import LIMIT_S, STORAGES, Death, as_torchrun, doomed
 pytestmark = pytest.mark.mp
 
 
-def net():
-    """Return a module cut as its mesh says."""
+def net(logs=False):
+    """Return a module cut as its mesh says, if it has one."""
     import lightning
     import torch
     from torch.distributed.fsdp import fully_shard
@@ -29,7 +29,7 @@ def net():
             self.register_buffer("scale", torch.tensor(0.5))
 
         def configure_model(self):
-            if self.trainer.world_size == 1 or isinstance(self.model[0].weight, DTensor):
+            if self.device_mesh is None or isinstance(self.model[0].weight, DTensor):
                 return
             rows, columns = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
             if columns.size() > 1:
@@ -39,7 +39,10 @@ def net():
                     fully_shard(part, mesh=rows)
 
         def training_step(self, batch, _index):
-            return torch.nn.functional.mse_loss(self.scale * self.model(batch[0]), batch[1])
+            loss = torch.nn.functional.mse_loss(self.scale * self.model(batch[0]), batch[1])
+            if logs:
+                self.log("loss", loss)
+            return loss
 
         def configure_optimizers(self):
             adam = torch.optim.AdamW(self.parameters(), lr=0.1)
