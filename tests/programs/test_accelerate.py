@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+import functional_ckpt
 from tests.programs.setting import (
     LIMIT_S,
     STORAGES,
@@ -80,19 +81,17 @@ def go_on(storage, folder, size, steps):
     return train(storage, folder, size, steps, load=True, first=1)
 
 
-def check_ours(folder, state, same):
-    import functional_ckpt
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
+
+def check_ours(folder, state, same):
+    assert all(name in (MODEL, OPTIMIZER) or (folder / name).is_file() for name in names(folder))
     for name, kind in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
         assert functional_ckpt.verify(folder / name).ok
         found = functional_ckpt.open_checkpoint(folder / name).state("torch")[kind]
-        same(
-            dict(found) if kind == "model" else found["state"], state[kind] if kind == "model" else state[kind]["state"]
-        )
-    left = {path.name for path in folder.iterdir()}
-    assert left == {MODEL, OPTIMIZER, "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"} | (
-        {"random_states_2.pkl", "random_states_3.pkl"} & left
-    )
+        expected = state[kind]
+        same(*((found, dict(expected)) if kind == "model" else (found["state"], expected["state"])))
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -130,22 +129,26 @@ def merge(storage, folder, to):
         merge_fsdp_weights(str(folder), str(to))
 
 
+@pytest.fixture(scope="module")
+def steps(two, tmp_path_factory):
+    """What is held after step 2 and after step 3."""
+    folder = tmp_path_factory.mktemp("steps")
+    return [two.run(train, "stock", folder / f"{count}", 2, count, limit_s=LIMIT_S)[0] for count in (2, 3)]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
-def test_after_a_death_model_and_optimizer_are_each_whole(rank, share, tmp_path, same):
+def test_after_a_death_model_and_optimizer_are_each_whole(two, steps, rank, share, tmp_path, same):
     """Killed while it saves step 3 over step 2. Accelerate saves two checkpoints: each is the old or the new one."""
-    folder = tmp_path / "run"
     with pool(2) as ranks:
-        states = [ranks.run(train, "ours", tmp_path / f"{n}", 2, n, limit_s=LIMIT_S)[0] for n in (2, 3)]
-        outcomes = ranks.outcomes(train_until_death, folder, rank, share, limit_s=LIMIT_S)
-        assert outcomes[rank].dead
-        assert outcomes[1 - rank].error is not None
-    with pool(2) as ranks:
-        found = ranks.run(go_on, "ours", folder, 2, 0, limit_s=LIMIT_S)[0]
-        assert all(any(is_same(same, found[kind], state[kind]) for state in states) for kind in ("model", "optimizer"))
-        ranks.run(go_on, "ours", folder, 2, 1, limit_s=LIMIT_S)
-    left = {path.name for path in folder.iterdir()}
-    assert left == {MODEL, OPTIMIZER, "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"}
+        outcomes = ranks.outcomes(train_until_death, tmp_path, rank, share, limit_s=LIMIT_S)
+    assert outcomes[rank].dead
+    assert outcomes[1 - rank].error is not None
+    found = two.run(go_on, "ours", tmp_path, 2, 0, limit_s=LIMIT_S)[0]
+    assert all(any(is_same(same, found[kind], step[kind]) for step in steps) for kind in ("model", "optimizer"))
+    two.run(go_on, "ours", tmp_path, 2, 1, limit_s=LIMIT_S)
+    functional_ckpt.sweep(tmp_path)
+    assert names(tmp_path) == [OPTIMIZER, MODEL, "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"]
 
 
 def is_same(same, one, other):

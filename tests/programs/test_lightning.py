@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import functional_ckpt
 from tests.programs.setting import LIMIT_S, STORAGES, Death, as_torchrun, doomed, pool, storing, whole
 
 pytestmark = pytest.mark.mp
@@ -99,8 +100,6 @@ def names(folder):
 
 def check_ours(path, state, same):
     """Fail unless the checkpoint is whole, opens by our own functions, and holds Lightning's file beside."""
-    import functional_ckpt
-
     assert functional_ckpt.verify(path).ok
     assert (path / "meta.pt").is_file()
     found = functional_ckpt.open_checkpoint(path).state("torch")
@@ -148,43 +147,45 @@ def fit_linking(storage, folder, to_step, resume):
     return fit(storage, folder, (2, 1), to_step, resume, save_last="link")
 
 
+@pytest.fixture(scope="module")
+def unbroken(two, tmp_path_factory):
+    """What a run of four steps ends with."""
+    return two.run(fit, "stock", tmp_path_factory.mktemp("unbroken"), (2, 1), 4, limit_s=LIMIT_S)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
-def test_after_a_death_the_newest_whole_checkpoint_goes_on(rank, share, tmp_path, same):
+def test_after_a_death_the_newest_whole_checkpoint_goes_on(two, unbroken, rank, share, tmp_path, same):
     """Rank `rank` is killed while `last.ckpt` is saved again at step 3: it holds step 2, or 3 if it was that late."""
-    folder = tmp_path / "run"
     with pool(2) as ranks:
-        unbroken = ranks.run(fit, "ours", tmp_path / "unbroken", (2, 1), 5, limit_s=LIMIT_S)
-        outcomes = ranks.outcomes(fit_until_death, folder, rank, share, limit_s=LIMIT_S)
-        assert outcomes[rank].dead
-        assert outcomes[1 - rank].error is not None
-    with pool(2) as ranks:
-        resumed = ranks.run(fit, "ours", folder, (2, 1), 5, "last", limit_s=LIMIT_S)
-    same(resumed, unbroken)
-    assert names(folder) == ["last.ckpt", "step=5.ckpt"]
+        outcomes = ranks.outcomes(fit_until_death, tmp_path, rank, share, limit_s=LIMIT_S)
+    assert outcomes[rank].dead
+    assert outcomes[1 - rank].error is not None
+    same(two.run(fit, "ours", tmp_path, (2, 1), 4, "last", limit_s=LIMIT_S), unbroken)
+    functional_ckpt.sweep(tmp_path)
+    assert names(tmp_path)[:1] == ["last.ckpt"]
+    assert all(functional_ckpt.verify(tmp_path / name).ok for name in names(tmp_path))
 
 
 def fit_until_death(folder, rank, share):
     """Two saves a step: the sixth is that of `last.ckpt` at step 3."""
     mine = int(os.environ["TEST_RANK"]) == rank
-    return fit("ours", folder, (2, 1), 5, death=Death(folder, 6, share) if mine else None)
+    return fit("ours", folder, (2, 1), 4, death=Death(folder, 6, share) if mine else None)
 
 
-def test_a_death_in_a_first_save_leaves_the_checkpoints_before_it(tmp_path, same):
-    """Lightning makes the directory itself, so an empty one is left; what lacks `meta.pt` is no checkpoint to it."""
-    folder = tmp_path / "run"
+def test_a_death_in_a_first_save_leaves_the_checkpoints_before_it(two, unbroken, tmp_path, same):
+    """Lightning makes the directory itself and leaves it empty; it then saves under another name beside it."""
     with pool(2) as ranks:
-        unbroken = ranks.run(fit, "ours", tmp_path / "unbroken", (2, 1), 4, limit_s=LIMIT_S)
-        outcomes = ranks.outcomes(fit_all_until_death, folder, limit_s=LIMIT_S)
-        assert outcomes[1].dead
-        assert outcomes[0].error is not None
-    assert not (folder / "step=3.ckpt" / "meta.pt").exists()
-    newest = max((path for path in folder.glob("*.ckpt") if (path / "meta.pt").is_file()), key=os.path.getmtime)
+        outcomes = ranks.outcomes(fit_all_until_death, tmp_path, limit_s=LIMIT_S)
+    assert outcomes[1].dead
+    assert outcomes[0].error is not None
+    assert not (tmp_path / "step=3.ckpt" / "meta.pt").exists()
+    newest = max((path for path in tmp_path.glob("*.ckpt") if (path / "meta.pt").is_file()), key=os.path.getmtime)
     assert newest.name == "step=2.ckpt"
-    with pool(2) as ranks:
-        resumed = ranks.run(fit_all, folder, 4, newest, limit_s=LIMIT_S)
-    same(resumed, unbroken)
-    assert {"step=1.ckpt", "step=2.ckpt", "step=4.ckpt"} < set(names(folder))
+    same(two.run(fit_all, tmp_path, 4, newest, limit_s=LIMIT_S), unbroken)
+    functional_ckpt.sweep(tmp_path)
+    assert names(tmp_path) == ["step=1.ckpt", "step=2.ckpt", "step=3-v1.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert not names(tmp_path / "step=3.ckpt")
 
 
 def fit_all(folder, to_step, resume=None, death=None):

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+import functional_ckpt
 from tests.programs.setting import (
     LIMIT_S,
     STORAGES,
@@ -18,10 +19,9 @@ from tests.programs.setting import (
     storing,
     whole,
 )
+from tests.programs.test_accelerate import MODEL, OPTIMIZER, check_ours, names
 
 pytestmark = pytest.mark.mp
-
-MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
 
 def llama(seed=0):
@@ -80,39 +80,28 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(two, four, size, stora
         check_ours(tmp_path / "run" / "checkpoint-4", resumed[0], same)
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def check_ours(folder, state, same):
-    import functional_ckpt
-
-    for name, kind in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
-        assert functional_ckpt.verify(folder / name).ok
-        found = functional_ckpt.open_checkpoint(folder / name).state("torch")[kind]
-        same(
-            dict(found) if kind == "model" else found["state"], state[kind] if kind == "model" else state[kind]["state"]
-        )
-    assert all(name in (MODEL, OPTIMIZER) or (folder / name).is_file() for name in names(folder))
+@pytest.fixture(scope="module")
+def unbroken(two, tmp_path_factory):
+    """What a run of four steps ends with."""
+    return two.run(train, "stock", tmp_path_factory.mktemp("unbroken"), 2, 4, limit_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.7])
-def test_after_a_death_the_newest_whole_checkpoint_goes_on(rank, share, tmp_path, same):
+def test_after_a_death_the_newest_whole_checkpoint_goes_on(two, unbroken, rank, share, tmp_path, same):
     """Killed while it saves step 3. The Trainer writes `trainer_state.json` last: what lacks it is not whole."""
-    folder = tmp_path / "run"
     with pool(2) as ranks:
-        unbroken = ranks.run(train, "ours", tmp_path / "unbroken", 2, 4, limit_s=LIMIT_S)
-        outcomes = ranks.outcomes(train_until_death, folder, rank, share, limit_s=LIMIT_S)
-        assert outcomes[rank].dead
-        assert outcomes[1 - rank].error is not None
-    newest = max(path.parent for path in folder.glob("checkpoint-*/trainer_state.json"))
+        outcomes = ranks.outcomes(train_until_death, tmp_path, rank, share, limit_s=LIMIT_S)
+    assert outcomes[rank].dead
+    assert outcomes[1 - rank].error is not None
+    newest = max(path.parent for path in tmp_path.glob("checkpoint-*/trainer_state.json"))
     assert newest.name == "checkpoint-2"
-    with pool(2) as ranks:
-        resumed = ranks.run(train, "ours", folder, 2, 4, str(newest), None, 1, limit_s=LIMIT_S)
-    same(resumed, unbroken)
-    assert names(folder) == ["checkpoint-3", "checkpoint-4"]
-    check_ours(folder / "checkpoint-3", resumed[0], lambda one, other: None)
+    same(two.run(train, "ours", tmp_path, 2, 4, str(newest), None, 1, limit_s=LIMIT_S), unbroken)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    for name in names(tmp_path):
+        functional_ckpt.sweep(tmp_path / name)
+        assert all(functional_ckpt.verify(tmp_path / name / part).ok for part in (MODEL, OPTIMIZER))
+        assert not list((tmp_path / name).glob(".*"))
 
 
 def train_until_death(folder, rank, share):
