@@ -40,6 +40,7 @@ class Installed:
     def __init__(self, writer: type[StorageWriter], reader: type[StorageReader]) -> None:
         self._classes = {"FileSystemWriter": writer, "FileSystemReader": reader}
         self._before: list[tuple[Any, str, Any]] = []
+        self._after: list[tuple[Any, str, Any]] = []
         for module in _MODULES:
             for name, value in self._classes.items():
                 self._replace(module, name, value)
@@ -47,6 +48,7 @@ class Installed:
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._before.append((owner, name, getattr(owner, name)))
+        self._after.append((owner, name, value))
         setattr(owner, name, value)
 
     def undo(self) -> None:
@@ -57,11 +59,11 @@ class Installed:
         SpecError
             If another `install` followed and is not undone.
         """
-        if self._before and _storage_utils.FileSystemWriter is not self._classes["FileSystemWriter"]:
+        if any(getattr(owner, name) is not value for owner, name, value in self._after):
             raise SpecError("a later install is not undone yet", remedy="Undo the last one first")
         for owner, name, value in reversed(self._before):
             setattr(owner, name, value)
-        self._before = []
+        self._before, self._after = [], []
 
     def __enter__(self) -> "Installed":
         return self
