@@ -2,13 +2,16 @@
 
 import contextlib
 import os
+import runpy
 import signal
+from pathlib import Path
 
 from tests.effects import EFFECTS, watched
 from tests.mp.launch import Ranks, rank
 
 #: DCP's own storage shows that a test asks nothing of ours that a program does not.
 STORAGES = ("stock", "ours")
+SNIPPETS = Path(__file__).resolve().parents[2] / "docs" / "snippets"
 #: Programs are slow to import.
 LIMIT_S = 240
 
@@ -109,3 +112,12 @@ def accelerate_on_cpu():
     state.AcceleratorState._reset_state(reset_partial_state=True)
     if begin.__name__ != begun.__name__:
         state.PartialState.__init__ = begun
+
+
+def shown(name, folder, **given):
+    """Run a snippet of docs/programs.md in a folder, with what it takes for granted; return its names.
+
+    It installs our storage for good, so its ranks are for it alone.
+    """
+    os.chdir(folder)
+    return runpy.run_path(str(SNIPPETS / name), given)

@@ -16,6 +16,7 @@ from tests.programs.setting import (
     as_torchrun,
     doomed,
     pool,
+    shown,
     storing,
     whole,
 )
@@ -162,3 +163,38 @@ def is_same(same, one, other):
 def train_until_death(folder, rank, share):
     mine = int(os.environ["TEST_RANK"]) == rank
     return train("ours", folder, 2, 4, death=Death(folder, 3, share) if mine else None)
+
+
+def test_what_the_page_shows(tmp_path, same):
+    """Run twice: the second run loads what the first has saved."""
+    from safetensors.torch import load_file
+
+    with pool(2) as ranks:
+        seen = [ranks.run(as_shown, tmp_path, limit_s=LIMIT_S)[0] for _ in range(2)]
+    assert seen[1]["before"] == seen[0]["after"] == 1.0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {key: tensor.unique().tolist() for key, tensor in merged.items()} == {"weight": [2.0], "bias": [2.0]}
+    assert functional_ckpt.verify(tmp_path / "checkpoint" / MODEL).ok
+
+
+def as_shown(folder):
+    import torch
+
+    seen = {}
+
+    def train(_accelerator, model, _optimizer):
+        value = model.weight.full_tensor().unique().tolist()[0]
+        seen["before"], seen["after"] = value, value + 1
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(1)
+
+    as_torchrun(2)
+    accelerate_on_cpu()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    model = torch.nn.Linear(4, 2)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shown("program_accelerate.py", folder, model=model, optimizer=optimizer, train=train)
+    return seen

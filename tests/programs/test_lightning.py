@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import functional_ckpt
-from tests.programs.setting import LIMIT_S, STORAGES, Death, as_torchrun, doomed, pool, storing, whole
+from tests.programs.setting import LIMIT_S, STORAGES, Death, as_torchrun, doomed, pool, shown, storing, whole
 
 pytestmark = pytest.mark.mp
 
@@ -211,3 +211,19 @@ def consolidated(storage, folder):
 
     with storing(storage):
         return _load_distributed_checkpoint(Path(folder))
+
+
+def test_what_the_page_shows(tmp_path, same):
+    """Run twice: the second run finds all done."""
+    with pool(2) as ranks:
+        first, second = (ranks.run(as_shown, tmp_path, limit_s=LIMIT_S)[0] for _ in range(2))
+    assert first["step"] == 3
+    same(second, first)
+    assert names(tmp_path / "checkpoints") == ["last.ckpt", "step=3.ckpt"]
+    check_ours(tmp_path / "checkpoints" / "last.ckpt", second, same)
+
+
+def as_shown(folder):
+    as_torchrun(2)
+    found = shown("program_lightning.py", folder, module=net(), batches=batches())
+    return state_of(found["trainer"], found["trainer"].lightning_module)

@@ -1,16 +1,15 @@
 """The CheckpointIO of docs/programs.md within Lightning's Trainer, on one device and where ranks hold copies."""
 
 import runpy
-from pathlib import Path
 
 import pytest
 
-from tests.programs.setting import LIMIT_S, as_torchrun, pool
+from tests.programs.setting import LIMIT_S, SNIPPETS, as_torchrun, pool
 from tests.programs.test_lightning import batches, names, net
 
 pytestmark = pytest.mark.mp
 
-SNIPPET = Path(__file__).resolve().parents[2] / "docs" / "snippets" / "program_checkpoint_io.py"
+SNIPPET = SNIPPETS / "program_checkpoint_io.py"
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from tests.programs.setting import (
     as_torchrun,
     doomed,
     pool,
+    shown,
     storing,
     whole,
 )
@@ -139,3 +140,24 @@ def save_and_load(storage, folder):
                 theirs.load_optimizer_distributed(model, adam, str(folder / "optimizer"))
             states.append([whole(model.state_dict()), whole(get_optimizer_state_dict(model, adam))])
     return *states, os.listdir(folder / "model")
+
+
+def test_what_the_page_shows(tmp_path, same):
+    """Run twice: the second run finds all done."""
+    with pool(2) as ranks:
+        first, second = (ranks.run(as_shown, tmp_path, limit_s=LIMIT_S)[0] for _ in range(2))
+    assert first["step"] == second["step"] == 2
+    same(second["optimizer"]["state"], first["optimizer"]["state"])
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+    check_ours(tmp_path / "run" / "checkpoint-2", first, same)
+
+
+def as_shown(folder):
+    import torch
+
+    as_torchrun(2)
+    accelerate_on_cpu()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    words = torch.arange(96).reshape(16, 6) % 32
+    data = [{"input_ids": each, "labels": each} for each in words]
+    return state_of(shown("program_transformers.py", folder, model=llama(), data=data)["trainer"])
