@@ -26,14 +26,14 @@ pytestmark = pytest.mark.mp
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
 
-def train(storage, folder, size, steps, *, load=False, death=None, version=2, first=0):
+def train(storage, folder, size, steps, *, load=False, death=None, first=0):
     """Train `steps` steps and save after each to the same folder; return what a resumed run must equal."""
     import torch
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     as_torchrun(size)
     accelerate_on_cpu()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="SHARDED_STATE_DICT")
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     torch.manual_seed(first)
     model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3))
@@ -174,7 +174,8 @@ def test_what_the_page_shows(tmp_path, same):
     assert seen[1]["before"] == seen[0]["after"] == 1.0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert {key: tensor.unique().tolist() for key, tensor in merged.items()} == {"weight": [2.0], "bias": [2.0]}
-    assert functional_ckpt.verify(tmp_path / "checkpoint" / MODEL).ok
+    assert names(tmp_path / "steps") == ["1", "2"]
+    assert all(functional_ckpt.verify(tmp_path / "steps" / step / MODEL).ok for step in "12")
 
 
 def as_shown(folder):
@@ -188,6 +189,7 @@ def as_shown(folder):
         with torch.no_grad():
             for each in model.parameters():
                 each.add_(1)
+        return int(value) + 1
 
     as_torchrun(2)
     accelerate_on_cpu()

@@ -148,29 +148,37 @@ def fit_linking(storage, folder, to_step, resume):
 
 
 @pytest.fixture(scope="module")
-def unbroken(two, tmp_path_factory):
-    """What a run of four steps ends with."""
-    return two.run(fit, "stock", tmp_path_factory.mktemp("unbroken"), (2, 1), 4, limit_s=LIMIT_S)
+def unbroken(two, four, tmp_path_factory):
+    """What runs of four steps end with, by the shape of their mesh."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    pools = {(2, 1): two, (2, 2): four}
+    return {shape: ranks.run(fit, "stock", folder, shape, 4, limit_s=LIMIT_S) for shape, ranks in pools.items()}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
-def test_after_a_death_the_newest_whole_checkpoint_goes_on(two, unbroken, rank, share, tmp_path, same):
-    """Rank `rank` is killed while `last.ckpt` is saved again at step 3: it holds step 2, or 3 if it was that late."""
-    with pool(2) as ranks:
-        outcomes = ranks.outcomes(fit_until_death, tmp_path, rank, share, limit_s=LIMIT_S)
+DEATHS = [
+    (shape, rank, share) for shape, rank in (((2, 1), 0), ((2, 1), 1), ((2, 2), 3)) for share in (0.05, 0.5, 0.95)
+]
+
+
+@pytest.mark.parametrize(("shape", "rank", "share"), DEATHS)
+def test_after_a_death_the_newest_whole_checkpoint_goes_on(two, four, unbroken, shape, rank, share, tmp_path, same):
+    """Killed while `last.ckpt` is saved again at step 3: it holds step 2, or 3 if that was late."""
+    size = shape[0] * shape[1]
+    with pool(size) as ranks:
+        outcomes = ranks.outcomes(fit_until_death, tmp_path, shape, rank, share, limit_s=LIMIT_S)
     assert outcomes[rank].dead
-    assert outcomes[1 - rank].error is not None
-    same(two.run(fit, "ours", tmp_path, (2, 1), 4, "last", limit_s=LIMIT_S), unbroken)
+    assert all(outcome.error is not None for outcome in outcomes if not outcome.dead)
+    again = {2: two, 4: four}[size].run(fit, "ours", tmp_path, shape, 4, "last", limit_s=LIMIT_S)
+    same(again, unbroken[shape])
     functional_ckpt.sweep(tmp_path)
     assert names(tmp_path)[:1] == ["last.ckpt"]
     assert all(functional_ckpt.verify(tmp_path / name).ok for name in names(tmp_path))
 
 
-def fit_until_death(folder, rank, share):
+def fit_until_death(folder, shape, rank, share):
     """Two saves a step: the sixth is that of `last.ckpt` at step 3."""
     mine = int(os.environ["TEST_RANK"]) == rank
-    return fit("ours", folder, (2, 1), 4, death=Death(folder, 6, share) if mine else None)
+    return fit("ours", folder, shape, 4, death=Death(folder, 6, share) if mine else None)
 
 
 def test_a_death_in_a_first_save_leaves_the_checkpoints_before_it(two, unbroken, tmp_path, same):
@@ -182,7 +190,7 @@ def test_a_death_in_a_first_save_leaves_the_checkpoints_before_it(two, unbroken,
     assert not (tmp_path / "step=3.ckpt" / "meta.pt").exists()
     newest = max((path for path in tmp_path.glob("*.ckpt") if (path / "meta.pt").is_file()), key=os.path.getmtime)
     assert newest.name == "step=2.ckpt"
-    same(two.run(fit_all, tmp_path, 4, newest, limit_s=LIMIT_S), unbroken)
+    same(two.run(fit_all, tmp_path, 4, newest, limit_s=LIMIT_S), unbroken[2, 1])
     functional_ckpt.sweep(tmp_path)
     assert names(tmp_path) == ["step=1.ckpt", "step=2.ckpt", "step=3-v1.ckpt", "step=3.ckpt", "step=4.ckpt"]
     assert not names(tmp_path / "step=3.ckpt")
