@@ -3,11 +3,13 @@
 One thing of Accelerate is changed, see `accelerate_on_cpu`: which devices it believes FSDP to be for.
 """
 
+import errno
 import os
 
 import pytest
 
 import functional_ckpt
+from tests.effects import Refusal, watched
 from tests.programs.setting import (
     LIMIT_S,
     STORAGES,
@@ -163,6 +165,61 @@ def is_same(same, one, other):
 def train_until_death(folder, rank, share):
     mine = int(os.environ["TEST_RANK"]) == rank
     return train("ours", folder, 2, 4, death=Death(folder, 3, share) if mine else None)
+
+
+@pytest.mark.parametrize("at", [0, 9])
+def test_after_a_save_that_fails_on_one_rank_the_next_goes_through(two, at, tmp_path):
+    """The disk of rank 1 is full for one call; both hear of it, keep what they had, and save again."""
+    two.run(train, "ours", tmp_path, 2, 1, limit_s=LIMIT_S)
+    for told, values in two.run(fail_and_save_again, tmp_path, at, limit_s=LIMIT_S):
+        assert "refused" in told
+        assert values == [1.0, 2.0]
+    assert functional_ckpt.verify(tmp_path / MODEL).ok
+
+
+def fail_and_save_again(folder, at):
+    """Return what was said of the failed save, and what is loaded before and after the next."""
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    as_torchrun(2)
+    accelerate_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    weights = torch.nn.Linear(6, 10)
+    model, _ = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=0.1))
+    values = []
+    with storing("ours"):
+        fill(model, 1)
+        accelerator.save_state(str(folder))
+        fill(model, 2)
+        full = Refusal(at if accelerator.process_index else -1, "once", errno.ENOSPC)
+
+        def handle(call):  # what Accelerate does itself, alone, is no save of ours
+            return full(call) if ".saving" in str(call.paths) else call.do()
+
+        with watched(folder, handle), pytest.raises(BaseException) as caught:  # noqa: PT011 - DCP's is no Exception
+            accelerator.save_state(str(folder))
+        for _ in range(2):
+            values += [read(accelerator, model, folder)]
+            fill(model, 2)
+            accelerator.save_state(str(folder))
+    return str(caught.value), values
+
+
+def fill(model, value):
+    import torch
+
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(value)
+
+
+def read(accelerator, model, folder):
+    """Return what is loaded into a model that held something else."""
+    fill(model, 9)
+    accelerator.load_state(str(folder))
+    return model.weight.full_tensor().unique().item()
 
 
 def test_what_the_page_shows(tmp_path, same):
