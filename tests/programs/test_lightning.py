@@ -221,6 +221,51 @@ def consolidated(storage, folder):
         return _load_distributed_checkpoint(Path(folder))
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_calls_of_the_strategy_that_is_for_gpus(two, storage, tmp_path, same):
+    """FSDPStrategy refuses CPUs; FSDP itself does not. It finds DCP's reader by name, and goes by an older function."""
+    for before, after in two.run(as_fsdp_strategy, storage, tmp_path / "last.ckpt", limit_s=LIMIT_S):
+        same(after, before)
+
+
+def as_fsdp_strategy(storage, path):
+    """Save and load as `FSDPStrategy.save_checkpoint` and `load_checkpoint` do."""
+    import torch
+    from lightning.fabric.strategies.fsdp import (
+        _distributed_checkpoint_load,
+        _distributed_checkpoint_save,
+        _get_sharded_state_dict_context,
+    )
+    from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    states = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        layers = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
+        model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"), use_orig_params=True)
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+        model(torch.ones(2, 6)).sum().backward()
+        adam.step()
+        with storing(storage), _get_sharded_state_dict_context(model):
+            held = {"model": model.state_dict()}
+            if seed == 0:
+                optimizer = FullyShardedDataParallel.optim_state_dict(model, adam)
+                _distributed_checkpoint_save({**held, "optimizer_0": optimizer}, path)
+            else:
+                from torch.distributed.checkpoint import FileSystemReader
+
+                _distributed_checkpoint_load(held, path)
+                model.load_state_dict(held["model"])
+                found = load_sharded_optimizer_state_dict(held["model"], "optimizer_0", FileSystemReader(path=path))
+                adam.load_state_dict(
+                    FullyShardedDataParallel.optim_state_dict_to_load(model, adam, found["optimizer_0"])
+                )
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            states.append([dict(model.state_dict()), FullyShardedDataParallel.optim_state_dict(model, adam)])
+    return states
+
+
 def test_what_the_page_shows(tmp_path, same):
     """Run twice: the second run finds all done."""
     with pool(2) as ranks:
