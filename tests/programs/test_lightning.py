@@ -3,7 +3,9 @@
 Nothing of Lightning is patched: its ModelParallelStrategy runs over gloo.
 """
 
+import itertools
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,34 @@ def fit_until_death(folder, shape, rank, share):
     """Two saves a step: the sixth is that of `last.ckpt` at step 3."""
     mine = int(os.environ["TEST_RANK"]) == rank
     return fit("ours", folder, shape, 4, death=Death(folder, 6, share) if mine else None)
+
+
+def test_a_death_before_meta_leaves_new_weights_with_the_old_step(two, tmp_path, same):
+    """The page says so: Lightning writes `meta.pt` after our checkpoint is there."""
+    import torch
+
+    third = two.run(fit, "ours", tmp_path / "third", (2, 1), 3, limit_s=LIMIT_S)[0]
+    with pool(2) as ranks:
+        outcomes = ranks.outcomes(fit_until_meta, tmp_path / "run", limit_s=LIMIT_S)
+    assert outcomes[0].dead
+    last = tmp_path / "run" / "last.ckpt"
+    check_ours(last, third, same)
+    assert torch.load(last / "meta.pt")["global_step"] == 2
+
+
+def fit_until_meta(folder):
+    """Die where `meta.pt` of the sixth save is to be written."""
+    import torch
+
+    save, count = torch.save, itertools.count(1)
+
+    def saved(value, path, *arguments, **options):
+        if str(path).endswith("meta.pt") and next(count) == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(value, path, *arguments, **options)
+
+    torch.save = saved
+    return fit("ours", folder, (2, 1), 4)
 
 
 def test_a_death_in_a_first_save_leaves_the_checkpoints_before_it(two, unbroken, tmp_path, same):
