@@ -165,7 +165,7 @@ def run_killed(path, dp, tp, mode, ranks):
         pids = [None] * (dp * tp)
         dist.all_gather_object(pids, os.getpid())
         if launch.rank() == ranks[-1]:
-            mine.arm(die, *(pids[rank] for rank in ranks))
+            mine.arm(die, path, *(pids[rank] for rank in ranks))
         mine.run(400)
 
 
@@ -198,6 +198,7 @@ def test_after_a_kill_in_the_middle_of_a_save_the_newest_whole_step_is_loaded(tm
         expected = first.run(run_unkilled, tmp_path / "unkilled", *shape)
         outcomes = first.outcomes(run_killed, tmp_path, *shape, mode, ranks)
     assert all(o.dead for o in outcomes)
+    assert (tmp_path / "killed").exists()
     left = {name for name in listed(tmp_path) if "step" in name}
     if not STOCK:  # which leaves step-400, torchtitan counts it, and removes step-300
         assert left - {"step-200"} == {"step-300", "step-350"}  # the thread that removes may have been killed, too
@@ -224,6 +225,7 @@ def run_slowly(path, dp, tp, mode):
         mine.manager.close()  # what torchtitan wants to remove is gone now
         dist.barrier()
         newest, there = mine.manager._find_load_step(), listed(path)
+        dist.barrier()
         (path / "go").touch()
         mine.manager.maybe_wait_for_saving()
     return newest, there

@@ -267,8 +267,9 @@ def _interrupt(owner, name, act, arguments):
     setattr(owner, name, interrupted)
 
 
-def die(*ranks):
+def die(folder, *ranks):
     """Kill the processes of ranks, and this one, which may be one that a rank has started."""
+    (folder / "killed").touch()
     for number in (*ranks, os.getpid()):
         os.kill(number, signal.SIGKILL)
 
