@@ -6,35 +6,23 @@ With STOCK=1 it is DCP's own storage: what fails then is torchtitan's, DCP's or 
 import contextlib
 import os
 import runpy
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import functional_ckpt as fc
 from tests.mp import launch
-from tests.mp.launch import Ranks
+from tests.programs.setting import SNIPPETS, pool
 from tests.programs.titan import MODES, Job, die, hold, listed, same, wait_for
 
 pytestmark = pytest.mark.mp
 
 STOCK = bool(os.environ.get("STOCK"))
-SNIPPET = Path(__file__).resolve().parents[2] / "docs" / "snippets" / "program_torchtitan.py"
 
 
 def storage():
     """DCP saves to our storage inside: by the lines that the documentation shows."""
-    return contextlib.nullcontext() if STOCK else runpy.run_path(str(SNIPPET))["installed"]
-
-
-@contextlib.contextmanager
-def job(size):
-    """Ranks of their own, for a run that is killed."""
-    ranks = Ranks(size)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    return contextlib.nullcontext() if STOCK else runpy.run_path(str(SNIPPETS / "program_torchtitan.py"))["installed"]
 
 
 def check(path, *names):
@@ -194,7 +182,7 @@ def run_again(path, dp, tp, mode):
 )
 def test_after_a_kill_in_the_middle_of_a_save_the_newest_whole_step_is_loaded(tmp_path, size, mode, ranks):
     shape = (size // 2, 2)
-    with job(size) as first:
+    with pool(size) as first:
         expected = first.run(run_unkilled, tmp_path / "unkilled", *shape)
         outcomes = first.outcomes(run_killed, tmp_path, *shape, mode, ranks)
     assert all(o.dead for o in outcomes)
@@ -202,7 +190,7 @@ def test_after_a_kill_in_the_middle_of_a_save_the_newest_whole_step_is_loaded(tm
     left = {name for name in listed(tmp_path) if "step" in name}
     if not STOCK:  # which leaves step-400, torchtitan counts it, and removes step-300
         assert left - {"step-200"} == {"step-300", "step-350"}  # the thread that removes may have been killed, too
-    with job(size) as second:
+    with pool(size) as second:
         found = second.run(run_again, tmp_path, *shape, mode)
     for one, other in zip(found, expected, strict=True):
         same(one[0], other[0])
