@@ -39,7 +39,8 @@ def gpt(tp, pp, dtype=torch.float32, ep=1, experts=None, **sizes):
         gradient_accumulation_fusion=False, persist_layer_norm=False, finalize_model_grads_func=finalize_model_grads,
     )  # fmt: skip
     model = GPTModel(
-        config, get_gpt_layer_local_spec(num_experts=experts), sizes["vocabulary"], LENGTH, share_embeddings_and_output_weights=True,
+        config, get_gpt_layer_local_spec(num_experts=experts), sizes["vocabulary"], LENGTH,
+        share_embeddings_and_output_weights=True,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     ).to(dtype)  # fmt: skip
     buckets = DistributedDataParallelConfig(
