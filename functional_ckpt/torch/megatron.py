@@ -37,6 +37,7 @@ from functional_ckpt.errors import CheckpointError
 from functional_ckpt.pending import PendingSave
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.torch import sharded_object
+from functional_ckpt.torch.advice import advising
 from functional_ckpt.torch.sharded_base import is_main_replica
 from functional_ckpt.torch.strategies.zarr import (
     BACKEND,
@@ -219,11 +220,15 @@ def _announce(pending: PendingSave, done: Path) -> None:
 
 @contextmanager
 def _theirs() -> Iterator[None]:
-    """Raise our errors as Megatron's: its callers catch those."""
+    """Raise our errors as Megatron's, whose callers catch those; they name the strategies of this module."""
     try:
-        yield
+        with advising():
+            yield
     except CheckpointError as error:
-        raise CheckpointingException(str(error)) from error
+        text = str(error)
+        for verb in ("Load", "Save"):
+            text = text.replace(f"Zarr{verb}ShardedStrategy", f"Zarr{verb}Strategy")
+        raise CheckpointingException(text) from error
 
 
 def _without_common(sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
