@@ -28,6 +28,7 @@ CASES = {
     "rename": ("rename", "fsync", save),
     "overwrite": ("overwrite", "syncfs", save),
     "marker": ("marker", "fsync", save),
+    "keep": ("keep", "fsync", save),
     "marker syncfs": ("marker", "syncfs", save),
     "async": ("overwrite", "fsync", lambda *arguments, **options: async_save(*arguments, **options).result(60)),
     "two ranks": ("overwrite", "fsync", save_by_two),
@@ -80,5 +81,5 @@ def try_one(place, case, refusal):
     # The caller is told truly which checkpoint is there.
     assert check_place(place, mode) == (before if failed else 2), about
     # Nothing is left without a word, but what a call has made that was said to have failed: `sweep` finds it.
-    assert said or how_left(refusal) or everything(place) == whole(place), about
+    assert said or how_left(refusal) or everything(place) == whole(place, mode), about
     assert check_recovery(place, mode) == (before if failed else 2), about

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.effects import EFFECTS, REAL, watched
-from tests.places import check_recovery, make_place, run_save
+from tests.places import MODES, check_recovery, make_place, run_save
 
-CASES = ["rename", "overwrite", "marker"]
+CASES = ["rename", "overwrite", "marker", "keep"]
 
 
 def victim(root, mode):
@@ -53,7 +53,7 @@ def test_killed_after_each_effect(mode, tmp_path):
     assert count > 15, "the effects are no longer seen"
     found = [check_recovery(tmp_path / str(at), mode) for at in range(count + 1)]
     assert found == sorted(found), "once published it stays"
-    assert set(found) == {1 if mode == "overwrite" else 0, 2}
+    assert set(found) == {1 if MODES[mode][1] else 0, 2}
     assert found[-1] == 2
 
 
