@@ -5,10 +5,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import functional_ckpt  # noqa: E402
+from functional_ckpt.errors import PolicyError  # noqa: E402
 from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
 from functional_ckpt.torch.serialization import load, save  # noqa: E402
-from functional_ckpt.torch.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
-from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy  # noqa: E402
+from functional_ckpt.torch.strategies.base import SaveShardedStrategy  # noqa: E402
+from functional_ckpt.torch.strategies.fully_parallel import (  # noqa: E402
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy  # noqa: E402
 
 W = torch.arange(6.0)
 
@@ -31,3 +36,30 @@ def test_of_a_shard_that_a_rank_holds_twice_it_writes_the_first(ids, cached, tmp
         found = load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6))}, tmp_path / str(step))
         assert torch.equal(found["w"], W)
         assert functional_ckpt.verify(tmp_path / str(step)).ok
+
+
+class Saver(SaveShardedStrategy):
+    def save(self, sharded_state_dict, checkpoint_dir):
+        return None
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    for nothing in (None, ZarrLoadShardedStrategy, Saver("a", 1)):
+        with pytest.raises(PolicyError, match="no strategy that loads"):
+            FullyParallelLoadStrategyWrapper(nothing)
+    with pytest.raises(NotImplementedError, match="exchange_algo"):
+        FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), None, False, "carrier pigeon")
+    with pytest.raises(PolicyError, match="background"):
+        FullyParallelSaveStrategyWrapper(Saver("a", 1)).async_save({}, "")
+
+
+def test_the_deal_is_kept_if_it_is_to_be():
+    leaves = {"w": ShardedTensor.from_rank_offsets("w", W)}
+    for cached in (False, True):
+        saver = wrapped(cached)
+        assert saver.cached_distribution is None
+        saver.apply_saving_parallelization(leaves)
+        assert (saver.cached_distribution is not None) is cached
+    saver.cached_distribution = None  # so that the next save deals anew
+    other = {"v": ShardedTensor.from_rank_offsets("v", W)}
+    assert saver.apply_saving_parallelization(other)["v"].replica_id == 0

@@ -27,6 +27,8 @@ from functional_ckpt.torch.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
+    get_default_save_common_strategy,
+    get_default_save_sharded_strategy,
     get_default_strategy,
 )
 from functional_ckpt.torch.strategies.zarr import BACKEND, VERSION, is_without_halves
@@ -42,6 +44,9 @@ from functional_ckpt.torch.validation import (
 __all__ = [
     "CkptShardedMetadata",
     "StrictHandling",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -308,6 +313,17 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """
     sharded_loader, _ = _loaders(checkpoint_dir, None, None)
     sharded_loader.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+    """Return the strategy by which `load` loads the sharded half of a checkpoint if it is given none.
+
+    Raises
+    ------
+    CheckpointingException
+        If there is no checkpoint.
+    """
+    return _loaders(checkpoint_dir, None, None)[0]
 
 
 def _gather(purpose: str, checkpoint_dir: str | Path) -> Gather:

@@ -64,29 +64,33 @@ def test_each_rank_writes_a_fair_part_and_each_chunk_is_read_once(four, tmp_path
     assert read == sorted(str(p.relative_to(tmp_path / "1")) for p in (tmp_path / "1").glob("w*/c*"))
 
 
-def foreign():
-    from functional_ckpt.errors import PolicyError
-    from functional_ckpt.torch.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-    from functional_ckpt.torch.strategies.fully_parallel import (
-        FullyParallelLoadStrategyWrapper,
-        FullyParallelSaveStrategyWrapper,
-    )
-    from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy
+def foreign(path):
+    import torch
+
+    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.strategies.base import LoadShardedStrategy
+    from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     class Loader(LoadShardedStrategy):
-        check_backend_compatibility = check_version_compatibility = load = load_tensors_metadata = None
+        """Reads in a way of its own: what each rank asks for is its rank."""
 
-    class Saver(SaveShardedStrategy):
-        def save(self, sharded_state_dict, checkpoint_dir):
-            return None
+        can_handle_sharded_objects = True
 
-    with pytest.raises(PolicyError, match="read Zarr"):
-        FullyParallelLoadStrategyWrapper(Loader())
-    with pytest.raises(NotImplementedError, match="exchange_algo"):
-        FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), None, False, "carrier pigeon")
-    with pytest.raises(PolicyError, match="background"):
-        FullyParallelSaveStrategyWrapper(Saver("a", 1)).async_save({}, "")
+        def load(self, sharded_state_dict, checkpoint_dir):
+            return {key: torch.full_like(leaf.data, launch.rank()) for key, leaf in sharded_state_dict.items()}
+
+        def check_backend_compatibility(self, loaded_backend):
+            pass
+
+        check_version_compatibility = load_tensors_metadata = check_backend_compatibility
+
+    def state():
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3), replica_id=launch.rank())}
+
+    save(state(), path)
+    return load(state(), path, FullyParallelLoadStrategyWrapper(Loader()))["w"].tolist()
 
 
-def test_what_cannot_be_wrapped_is_refused():
-    foreign()
+def test_ranks_with_a_strategy_of_others_read_for_themselves(two, tmp_path):
+    assert two.run(foreign, tmp_path / "a") == [[0.0] * 3, [1.0] * 3]

@@ -51,7 +51,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
-        self._mine: frozenset[Any] | None = None
+        #: The places of the shards that this rank writes, of the save that dealt them; None before it.
+        self.cached_distribution: frozenset[Any] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -83,11 +84,11 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             On every rank of the group, if any has a leaf that contradicts itself.
         """
         gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
-        mine = self._mine
+        mine = self.cached_distribution if self.do_cache_distribution else None
         if mine is None:
             held = together(gather, lambda: [as_tensor(x).spec for x in leaves_of(sharded_state_dict) if is_tensor(x)])
             mine = _dealt(held, gather.rank)
-            self._mine = mine if self.do_cache_distribution else None
+            self.cached_distribution = mine if self.do_cache_distribution else None
         left = set(mine)
 
         def relabelled(leaf: Any) -> Any:
@@ -152,7 +153,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Parameters
     ----------
     strategy
-        A `ZarrLoadShardedStrategy`.
+        A `ZarrLoadShardedStrategy`. With one of others, whose reading cannot be split, each rank reads what it wants.
     parallelization_group
         Ranks that read for one another; None for the default group.
     do_cache_distribution
@@ -163,7 +164,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Raises
     ------
     CheckpointingException
-        For another strategy, or a way to exchange that Megatron does not know (a ``NotImplementedError`` too).
+        For what cannot load, or a way to exchange that Megatron does not know (a ``NotImplementedError`` too).
 
     Examples
     --------
@@ -178,9 +179,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if not isinstance(strategy, ZarrLoadShardedStrategy):
-            raise PolicyError("only ranks that read Zarr can read for one another", found=type(strategy).__name__,
-                              expected="ZarrLoadShardedStrategy")  # fmt: skip
+        if isinstance(strategy, type) or not callable(getattr(strategy, "load", None)):
+            raise PolicyError("this is no strategy that loads", found=repr(strategy), expected="LoadShardedStrategy")
         if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
             raise AlgorithmError("exchange_algo is unknown", found=exchange_algo,
                                  expected="'broadcast', 'gather_object' or 'gather_rounds'")  # fmt: skip
@@ -196,8 +196,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Return the state dict with each leaf replaced; all ranks of the group call it."""
-        shared = self.base_strategy.reading_once(self.parallelization_group)
-        return shared.load(sharded_state_dict, checkpoint_dir)
+        strategy = self.base_strategy
+        if isinstance(strategy, ZarrLoadShardedStrategy):
+            strategy = strategy.reading_once(self.parallelization_group)
+        return strategy.load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return what the wrapped strategy does."""
