@@ -1,5 +1,7 @@
 """The wrapper that deals out the writing of copies, on ranks of one process."""
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -63,3 +65,23 @@ def test_the_deal_is_kept_if_it_is_to_be():
     saver.cached_distribution = None  # so that the next save deals anew
     other = {"v": ShardedTensor.from_rank_offsets("v", W)}
     assert saver.apply_saving_parallelization(other)["v"].replica_id == 0
+
+
+def test_a_save_walks_over_its_leaves_four_times(tmp_path, monkeypatch):
+    """To sort, to check, to deal, and to save them: a state has a million."""
+    seen = []
+    modules = [module for name, module in sys.modules.items() if name.startswith("functional_ckpt.torch")]
+    for module in modules:
+        for name in ("leaves_of", "map_leaves", "picked"):
+            real = getattr(module, name, None)
+            if real is None or module.__name__.endswith("state_tree"):
+                continue
+
+            def counted(*arguments, real=real, name=name):
+                tree = arguments[-1] if name == "leaves_of" else arguments[1]
+                seen.append(name) if isinstance(tree, dict) and "w3" in tree else None
+                return real(*arguments)
+
+            monkeypatch.setattr(module, name, counted)
+    save({f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", W) for i in range(5)}, tmp_path / "a", wrapped())
+    assert sorted(seen) == ["leaves_of", "leaves_of", "map_leaves"]  # sorting them is a walk of its own

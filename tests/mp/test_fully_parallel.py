@@ -94,3 +94,46 @@ def foreign(path):
 
 def test_ranks_with_a_strategy_of_others_read_for_themselves(two, tmp_path):
     assert two.run(foreign, tmp_path / "a") == [[0.0] * 3, [1.0] * 3]
+
+
+def gathers(path, cached):
+    """Return how often specs were gathered in each of three saves."""
+    import pickle
+
+    from functional_ckpt.torch.group import TorchGather
+    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+
+    counts = [0]
+    real = TorchGather.all_gather
+
+    def counting(self, value):
+        text = pickle.dumps(value)
+        counts[-1] += b"ShardRows" in text or b"ShardSpec" in text
+        return real(self, value)
+
+    def state():
+        cut = ShardedTensor(
+            "cut", launch.values(3, 4), launch.values(1).dtype, (3, 4), (6, 4), (3 * launch.rank(), 0), None
+        )
+        return {**replicated(lambda i: launch.values(10 + cached, i + 1, seed=i)), "cut": cut}
+
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), None, cached)
+    TorchGather.all_gather = counting
+    try:
+        for number in range(3):
+            save(state(), path / str(number), saver)
+            counts.append(0)
+    finally:
+        TorchGather.all_gather = real
+    found = load(state(), path / "2", validate_access_integrity=False)
+    launch.same(found["cut"], launch.values(3, 4))
+    return counts[:3]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_specs_are_gathered_to_check_and_deal_them_and_to_plan_once(two, tmp_path, cached):
+    """What checks them hands them to what deals them; plans of equal saves are remembered."""
+    assert two.run(gathers, tmp_path, cached) == [[2, 1, 1]] * 2
