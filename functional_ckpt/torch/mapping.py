@@ -64,8 +64,8 @@ class LocalNonpersistentObject:
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # isinstance asks for it: Megatron's class is no ABC
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance asks for it: Megatron's class is no ABC
         return of_megatron("LocalNonpersistentObject") or LocalNonpersistentObject
 
     def unwrap(self) -> Any:
