@@ -373,6 +373,7 @@ def test_leaves_are_of_megatrons_classes_where_it_is_there(monkeypatch):
     theirs = SimpleNamespace(
         **{name: abc.ABCMeta(name, (), {}) for name in names}, LocalNonpersistentObject=type("Local", (), {})
     )
+    monkeypatch.delitem(sys.modules, "megatron.core.dist_checkpointing.mapping", raising=False)
     local = LocalNonpersistentObject(3)
     assert local.__class__ is LocalNonpersistentObject
     monkeypatch.setattr(sharded_base, "_introduced", set())
