@@ -21,14 +21,19 @@ __all__ = ["Link", "TorchGather", "announce", "announced", "member_link", "torch
 
 
 def torch_gather(
-    process_group: Any, timeout_s: float, purpose: str, what: str | None = None, once: str | None = None
+    process_group: Any,
+    timeout_s: float,
+    purpose: str,
+    what: str | None = None,
+    once: str | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> Gather:
     """Return a `Gather` over the members of `process_group` (the default group for None), for one call.
 
     What travels uses connections of our own, not the group's: it lives on the host, neither the caller's collectives
     nor another thread can come between, and a rank that dies or hangs ends no other one. Each `purpose` (``"save"``,
     ``"load"``, ...) has its lane. `what` is told to other ranks that are called for something else. With `once`, a name
-    that all ranks know, the connections are for this call alone.
+    that all ranks know, the connections are for this call alone. Waiting ends when `is_over` says that some never come.
 
     Raises
     ------
@@ -56,7 +61,7 @@ def torch_gather(
     members = tuple(dist.get_process_group_ranks(parent))
     if len(members) == 1:
         return LocalGather(members=members)
-    return Link(_lane(parent, rank, members, purpose, once)).gather(timeout_s, what or purpose)
+    return Link(_lane(parent, rank, members, purpose, once)).gather(timeout_s, what or purpose, is_over)
 
 
 def member_link(members: tuple[int, ...], purpose: str, once: str | None = None) -> "Link | LocalGather":
