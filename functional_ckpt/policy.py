@@ -28,7 +28,7 @@ _GIB = 2**30
 Replicas: TypeAlias = Literal["elect", "declared"]
 Replicated: TypeAlias = Literal["check", "trust"]
 Durability: TypeAlias = Literal["auto", "fsync", "syncfs", "none"]
-Commit: TypeAlias = Literal["auto", "rename", "marker"]
+Commit: TypeAlias = Literal["auto", "rename", "marker", "withdraw"]
 ObjectCodec: TypeAlias = Literal["torch"]
 Action: TypeAlias = Literal["raise", "report", "ignore"]
 Cast: TypeAlias = Literal["error", "same_kind", "any"]
@@ -61,7 +61,8 @@ class SavePolicy:
         (the whole file system, once per rank), ``"auto"`` (fsync, or syncfs where a rank writes many files).
     commit
         ``"rename"`` a finished sibling directory onto the path, ``"marker"``: write in place, the root
-        last; ``"auto"``: rename where the store can.
+        last, where there is none; ``"withdraw"``: as marker, but `overwrite` takes the root of the checkpoint there
+        away first, so that there is none until the new one is whole; ``"auto"``: rename where the store can.
     object_codec
         ``"torch"`` lets leaves that are neither arrays nor plain values be written with ``torch.save``.
     consolidate

@@ -7,7 +7,14 @@ import numpy as np
 from functional_ckpt import SavePolicy, errors, load, save, sweep, verify
 
 #: commit mode, overwrite
-MODES = {"rename": ("rename", False), "overwrite": ("rename", True), "marker": ("marker", False)}
+MODES = {
+    "rename": ("rename", False),
+    "overwrite": ("rename", True),
+    "marker": ("marker", False),
+    "withdraw": ("withdraw", True),
+}
+#: Modes that find a checkpoint.
+OVERWRITES = ("overwrite", "withdraw")
 
 
 def state(step):
@@ -17,7 +24,7 @@ def state(step):
 def make_place(place, mode, step=1):
     place.mkdir(parents=True)
     (place / "mine").write_text("mine")
-    if mode == "overwrite":
+    if mode in OVERWRITES:
         save(state(step), place / "a", policy=SavePolicy(durability="none"))
 
 

@@ -12,10 +12,10 @@ from functional_ckpt import SavePolicy, save
 from functional_ckpt.store.claim import claimed_nodes
 from functional_ckpt.testing.simulate import run_ranks
 from tests.disk import Cut, Log, files_below, is_aside, put
-from tests.places import MODES, check_recovery, run_save
+from tests.places import MODES, OVERWRITES, check_recovery, run_save
 
 CASES = [(mode, durability) for mode in MODES for durability in ("fsync", "syncfs")]
-AT = {"rename": "new/deep/a", "marker": "new/deep/a", "overwrite": "a"}
+AT = {"rename": "new/deep/a", "marker": "new/deep/a", "overwrite": "a", "withdraw": "a"}
 
 
 def saved_by_two(place, mode, durability):
@@ -35,7 +35,7 @@ def logged(mode, durability, start=run_save):
     """Return the log of a save, and the files of the old and of the new checkpoint."""
     root = Path(tempfile.mkdtemp())
     place = (root / AT[mode]).parent
-    if mode == "overwrite":
+    if mode in OVERWRITES:
         run_save(place, mode, "none", step=1)
     log = Log(root)
     old = files_below(log.image(), AT[mode])
@@ -57,7 +57,7 @@ def violations(mode, logged, dropped=()):
             found = {name: data for name, data in at_path.items() if not is_aside(name)}
             if found == new or (count < len(log.steps) and found == old):
                 continue
-            if mode == "marker" and count < len(log.steps) and can_be_swept(at_path):
+            if mode in ("marker", "withdraw") and count < len(log.steps) and can_be_swept(at_path):
                 continue
             yield count, at_path
 

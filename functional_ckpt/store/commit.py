@@ -4,14 +4,14 @@
 step; with `overwrite` the two directories change places in one step and the old one is removed. Killed before the step,
 the old checkpoint survives; after it, the new one does.
 *marker*: written in place; the root ``zarr.json`` is created last, and only if there is none. Other files may live in
-the directory.
+the directory. *withdraw* is the same, but with `overwrite` the root that is there is taken away first.
 """
 
 import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from functional_ckpt.store.target import (
     put_in_place,
     synced,
 )
+from functional_ckpt.store.withdraw import belongs_to, committed_nodes, withdraw
 
 __all__ = [
     "MANIFEST",
@@ -104,8 +105,8 @@ def begin(
         mode = "rename" if store.capabilities.rename else "marker"
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
-    if mode == "marker":
-        return _begin_marker(store, overwrite, save_id, nodes, durability)
+    if mode in ("marker", "withdraw"):
+        return _begin_marker(store, overwrite, mode == "withdraw", save_id, nodes, durability)
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
@@ -229,9 +230,9 @@ def _remove_in_place(site: Site, claim: Claim | None, late: bool) -> None:
 
 
 def _begin_marker(
-    store: Store, overwrite: bool, save_id: str, nodes: Sequence[str], durability: str
+    store: Store, overwrite: bool, withdraws: bool, save_id: str, nodes: Sequence[str], durability: str
 ) -> tuple[Site, Claim | None]:
-    if store.nbytes_of(ROOT) is not None:
+    if store.nbytes_of(ROOT) is not None and not (overwrite and withdraws):
         raise AlreadyExistsError(
             "the path holds a committed checkpoint or Zarr group", path=store.url,
             remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
@@ -244,21 +245,26 @@ def _begin_marker(
         claim = Claim.take_in_memory(site.url) if path is None else Claim.take(path, save_id)
     try:
         with storage_errors("creating the directory to save to", site.url):
-            _clear_in_place(store, path)
+            _clear_in_place(store, claim, nodes, durability != "none")
             _check_names(store, nodes)
             if path is not None:
                 claim.name(nodes, durability != "none")  # only now: what lies there under these names is ours
     except BaseException as error:
-        claim.release_after(error)
+        if claim.has_named:  # the checkpoint that was there may be half removed
+            add_notes(error, abandon(site, claim))
+        else:
+            claim.release_after(error)
         raise
     return site, claim
 
 
-def _clear_in_place(store: Store, mine: Path | None) -> None:
-    """Remove what dead saves have left, unless a live one is at work."""
-    if mine is None:
+def _clear_in_place(store: Store, claim: Claim, nodes: Sequence[str], durable: bool) -> None:
+    """Remove what dead saves have left, unless a live one is at work, and the checkpoint that is to be replaced."""
+    if claim.path is None:
+        _withdraw_committed(store, claim, nodes, durable)
         store.delete(leftover_names(store, ()))
         return
+    mine = claim.path
     # Looked for after taking ours: of two that begin at once, at least one sees the other.
     with dead_claims(mine.parent, mine.name) as (dead, live):
         if live:
@@ -266,11 +272,22 @@ def _clear_in_place(store: Store, mine: Path | None) -> None:
                 "another save to this path is running, or is being swept", path=str(mine.parent), found=live[0],
                 remedy="Save under a new path; delete the claim if that save is dead, on another machine",
             )  # fmt: skip
-        store.delete(leftover_names(store, dead))
+        _withdraw_committed(store, claim, nodes, durable)
+        store.delete([name for name in leftover_names(store, {*dead, mine.name}) if name != mine.name])
 
 
-def _check_names(store: Store, nodes: Sequence[str]) -> None:
-    taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
+def _withdraw_committed(store: Store, claim: Claim, nodes: Sequence[str], durable: bool) -> None:
+    if store.nbytes_of(ROOT) is None:
+        return
+    committed = committed_nodes(store)
+    _check_names(store, nodes, committed)  # before anything is lost
+    withdraw(store, claim, committed, durable)
+
+
+def _check_names(store: Store, nodes: Sequence[str], committed: Collection[str] | None = None) -> None:
+    """Raise if others have names that the checkpoint needs; what belongs to one with nodes `committed` is ours."""
+    others = (name for name in store.names() if committed is None or not belongs_to(committed, name))
+    taken = sorted({name.partition("/")[0] for name in others} & {*nodes, MANIFEST, PROVENANCE})
     if taken:
         raise AlreadyExistsError(
             "names that the checkpoint needs are taken by others", path=store.url, found=", ".join(taken[:5]),
