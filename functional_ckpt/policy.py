@@ -29,6 +29,7 @@ Replicas: TypeAlias = Literal["elect", "declared"]
 Replicated: TypeAlias = Literal["check", "trust"]
 Durability: TypeAlias = Literal["auto", "fsync", "syncfs", "none"]
 Commit: TypeAlias = Literal["auto", "rename", "marker", "withdraw"]
+Foreign: TypeAlias = Literal["refuse", "keep"]
 ObjectCodec: TypeAlias = Literal["torch"]
 Action: TypeAlias = Literal["raise", "report", "ignore"]
 Cast: TypeAlias = Literal["error", "same_kind", "any"]
@@ -63,6 +64,12 @@ class SavePolicy:
         ``"rename"`` a finished sibling directory onto the path, ``"marker"``: write in place, the root
         last, where there is none; ``"withdraw"``: as marker, but `overwrite` takes the root of the checkpoint there
         away first, so that there is none until the new one is whole; ``"auto"``: rename where the store can.
+    foreign
+        Files of others at the path, such as the ``meta.pt`` that Lightning puts there: ``"refuse"`` the save, or
+        ``"keep"`` them: they are linked into the new checkpoint, and are there at every moment. With `overwrite` it
+        then also replaces a checkpoint of DCP. In ``"marker"`` mode files of others always stay.
+    metadata_file
+        Write a short text named ``.metadata``, too, for programs that look for a checkpoint of DCP by this file.
     object_codec
         ``"torch"`` lets leaves that are neither arrays nor plain values be written with ``torch.save``.
     consolidate
@@ -91,6 +98,8 @@ class SavePolicy:
     replicated: Replicated = attrs.field(default="check", validator=one_of(*get_args(Replicated)))
     durability: Durability = attrs.field(default="auto", validator=one_of(*get_args(Durability)))
     commit: Commit = attrs.field(default="auto", validator=one_of(*get_args(Commit)))
+    foreign: Foreign = attrs.field(default="refuse", validator=one_of(*get_args(Foreign)))
+    metadata_file: bool = attrs.field(default=False, validator=flag)
     object_codec: ObjectCodec | None = attrs.field(
         default=None, validator=attrs.validators.optional(one_of(*get_args(ObjectCodec)))
     )

@@ -41,7 +41,7 @@ from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
+from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
@@ -101,8 +101,8 @@ def prepare_captured(
     started = time.time()
     agreed, held = Planner(path, policy, gather, memory).agree(describe)
     _check_codecs(policy, agreed)
-    nodes = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
-    site, claim = _begin(path, policy, gather, overwrite, nodes)
+    names = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
+    site, claim = _begin(path, policy, gather, overwrite, [*names, METADATA_FILE] if policy.metadata_file else names)
     return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
 
 
@@ -116,14 +116,14 @@ def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
 
 
 def _begin(
-    path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, nodes: Sequence[str]
+    path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, names: Sequence[str]
 ) -> tuple[Site, Claim | None]:
     """Let rank 0 create the place to write to, and check that all ranks see it."""
     begun: list[tuple[Site, Claim | None]] = []
 
     def coordinate() -> Site | None:
         if gather.rank == 0:
-            begun.append(begin(path, policy.commit, overwrite, nodes, policy.durability))
+            begun.append(begin(path, policy.commit, overwrite, names, policy.durability, policy.foreign))
         return begun[0][0] if begun else None
 
     try:
@@ -282,8 +282,11 @@ def _publish(written: Written) -> tuple[str, ...]:
     def finish() -> tuple[str, ...]:
         if gather.rank == 0:
             provenance = _provenance(prepared, list(written.receipts))
-            consolidate = prepared.policy.consolidate
-            published.append(publish(prepared.site, written.store, written.manifest, provenance, consolidate, confirm))
+            policy, site = prepared.policy, prepared.site
+            published.append(
+                publish(site, written.store, written.manifest, provenance, policy.consolidate, confirm,
+                        policy.metadata_file)
+            )  # fmt: skip
             unreleased = None if claim is None else claim.release()
             published[0] += () if unreleased is None else (unreleased,)
         return published[0] if published else ()

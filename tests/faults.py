@@ -28,6 +28,7 @@ CASES = {
     "rename": ("rename", "fsync", save),
     "overwrite": ("overwrite", "syncfs", save),
     "marker": ("marker", "fsync", save),
+    "keep": ("keep", "fsync", save),
     "marker syncfs": ("marker", "syncfs", save),
     "withdraw": ("withdraw", "fsync", save),
     "async": ("overwrite", "fsync", lambda *arguments, **options: async_save(*arguments, **options).result(60)),
@@ -82,5 +83,5 @@ def try_one(place, case, refusal):
     there = check_place(place, mode)
     assert there in ((before, 0) if mode == "withdraw" else (before,)) if failed else there == 2, about
     # Nothing is left without a word, but what a call has made that was said to have failed: `sweep` finds it.
-    assert said or how_left(refusal) or everything(place) == whole(place), about
+    assert said or how_left(refusal) or everything(place) == whole(place, mode), about
     assert check_recovery(place, mode) == there, about

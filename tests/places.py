@@ -1,36 +1,46 @@
 """A small save into a place that holds something, and what must be true of the place whatever happens to the save."""
 
 import contextlib
+from pathlib import Path
 
 import numpy as np
 
 from functional_ckpt import SavePolicy, errors, load, save, sweep, verify
 
-#: commit mode, overwrite
+#: What the policy says, overwrite
 MODES = {
-    "rename": ("rename", False),
-    "overwrite": ("rename", True),
-    "marker": ("marker", False),
-    "withdraw": ("withdraw", True),
+    "rename": ({"commit": "rename"}, False),
+    "overwrite": ({"commit": "rename"}, True),
+    "marker": ({"commit": "marker"}, False),
+    "withdraw": ({"commit": "withdraw"}, True),
+    "keep": ({"commit": "rename", "foreign": "keep", "metadata_file": True}, True),
 }
-#: Modes that find a checkpoint.
-OVERWRITES = ("overwrite", "withdraw")
+#: What others have put into the checkpoint that is overwritten, in the last mode.
+FOREIGN = {"meta.pt": "theirs", "logs/deep/1.txt": "log", "w/notes.txt": "note"}
 
 
 def state(step):
     return {"w": np.full((5, 3), step, "i4"), "edge": np.arange(7) + step, "step": step}
 
 
+def put_foreign(path):
+    for name, text in FOREIGN.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+
+
 def make_place(place, mode, step=1):
     place.mkdir(parents=True)
     (place / "mine").write_text("mine")
-    if mode in OVERWRITES:
+    if MODES[mode][1]:
         save(state(step), place / "a", policy=SavePolicy(durability="none"))
+    if mode == "keep":
+        put_foreign(place / "a")
 
 
 def run_save(place, mode, durability, start=save, step=2):
-    commit, overwrite = MODES[mode]
-    return start(state(step), place / "a", policy=SavePolicy(commit=commit, durability=durability), overwrite=overwrite)
+    options, overwrite = MODES[mode]
+    return start(state(step), place / "a", policy=SavePolicy(durability=durability, **options), overwrite=overwrite)
 
 
 def check_place(place, mode):
@@ -38,9 +48,11 @@ def check_place(place, mode):
     try:
         loaded = load({"w": np.zeros((5, 3), "i4"), "edge": np.zeros(7, int), "step": 0}, place / "a")
     except errors.NotACheckpointError:
-        assert mode != "overwrite", "the old checkpoint is gone"
+        assert mode == "withdraw" or not MODES[mode][1], "the old checkpoint is gone"
         return 0
     assert verify(place / "a").ok
+    if mode == "keep":
+        assert {name: (place / "a" / name).read_text() for name in FOREIGN} == FOREIGN
     step = loaded["step"]
     np.testing.assert_array_equal(loaded["w"], state(step)["w"])
     np.testing.assert_array_equal(loaded["edge"], state(step)["edge"])
@@ -57,10 +69,13 @@ def everything(place):
     return found - {"a"}
 
 
-def whole(place):
+def whole(place, mode):
     """The names that a place holds when nothing is left over."""
     nodes = {"a/w", "a/w/zarr.json", "a/w/c.0.0", "a/edge", "a/edge/zarr.json", "a/edge/c.0"}
     documents = {"a/zarr.json", "a/manifest.json", "a/provenance.json"}
+    if mode == "keep":
+        documents |= {f"a/{part}" for name in FOREIGN for part in (name, *map(str, Path(name).parents[:-1]))}
+        documents |= {"a/.metadata"} if (place / "a/.metadata").exists() else set()
     return {"mine", *(nodes | documents if (place / "a/zarr.json").exists() else ())}
 
 
@@ -69,13 +84,13 @@ def check_recovery(place, mode):
     found = check_place(place, mode)
     sweep(place)
     sweep(place / "a")
-    assert everything(place) == whole(place), everything(place) ^ whole(place)
+    assert everything(place) == whole(place, mode), everything(place) ^ whole(place, mode)
     assert check_place(place, mode) == found
     if mode == "marker" and found:
         return found
-    commit, overwrite = MODES[mode]
-    policy = SavePolicy(commit=commit, durability="none")
+    options, overwrite = MODES[mode]
+    policy = SavePolicy(durability="none", **options)
     save(state(3), place / "a", policy=policy, overwrite=overwrite or bool(found))
     assert check_place(place, mode) == 3
-    assert everything(place) == whole(place)
+    assert everything(place) == whole(place, mode)
     return found

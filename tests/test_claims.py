@@ -24,7 +24,7 @@ from tests.effects import watched
 
 FAST = SavePolicy(durability="none")
 MARKER = SavePolicy(commit="marker", durability="none")
-ID = "0123456789abcdef"
+ID = "abcdefghijklmnop"
 
 
 def state(step):
@@ -41,7 +41,7 @@ def step_of(path):
 
 def test_a_claim_goes_before_its_lock(tmp_path, monkeypatch):
     """Nobody may find an unlocked claim of a live save: a sweep would take what it stands for."""
-    claim = Claim.take(tmp_path / f".a.{ID}.claim", ID)
+    claim = Claim.take(tmp_path / f".{'a' * 16}.{ID}.claim", ID)
     seen = []
 
     def look(call):
@@ -50,25 +50,25 @@ def test_a_claim_goes_before_its_lock(tmp_path, monkeypatch):
         return call.do()
 
     with watched(tmp_path, look):
-        second = Claim.take(tmp_path / f".b.{ID}.claim", ID)
+        second = Claim.take(tmp_path / f".{'b' * 16}.{ID}.claim", ID)
         claim = second
         seen.clear()
         second.release()
     assert seen == [False, False]
 
 
-@pytest.mark.parametrize("name", [f".a.{ID}.claim", f".{ID}.claim"])
+@pytest.mark.parametrize("name", [f".{'a' * 16}.{ID}.claim", f".{ID}.claim"])
 def test_a_claim_of_another_machine_is_left_with_a_word(name, tmp_path, monkeypatch):
     """With locks that other machines do not see, it looks like that of a dead process."""
     monkeypatch.setattr(claims, "_machine", lambda: {"host": "elsewhere", "boot": "then"})
     Claim.take(tmp_path / name, ID).drop()
-    (tmp_path / f".a.{ID}.saving").mkdir()
+    (tmp_path / f".{'a' * 16}.{ID}.saving").mkdir()
     monkeypatch.undo()
     assert state_of(tmp_path / name) == "foreign"
     with pytest.warns(CheckpointWarning, match="another machine"):
-        assert sweep(tmp_path) == (() if ".a." in name else (str(tmp_path / f".a.{ID}.saving"),))
+        assert sweep(tmp_path) == (() if ".aaaa" in name else (str(tmp_path / f".{'a' * 16}.{ID}.saving"),))
     assert (tmp_path / name).exists()
-    if ".a." not in name:
+    if ".aaaa" not in name:
         with pytest.raises(AlreadyExistsError, match="running"):
             save(state(1), tmp_path, policy=MARKER)
 
@@ -80,9 +80,9 @@ def test_a_claim_of_this_machine_under_another_name_is_judged(other, tmp_path, m
     """A container has a name of its own, and a machine that was started again another number."""
     here = claims._machine()
     monkeypatch.setattr(claims, "_machine", lambda: {**here, **other})
-    Claim.take(tmp_path / f".a.{ID}.claim", ID).drop()
+    Claim.take(tmp_path / f".{'a' * 16}.{ID}.claim", ID).drop()
     monkeypatch.undo()
-    assert sweep(tmp_path) == (str(tmp_path / f".a.{ID}.claim"),)
+    assert sweep(tmp_path) == (str(tmp_path / f".{'a' * 16}.{ID}.claim"),)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -92,9 +92,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(claims.ENOLCK, "No locks available")
 
     monkeypatch.setattr(claims.fcntl, "flock", refuse)
-    Claim.take(tmp_path / f".a.{ID}.claim", ID).drop()
+    Claim.take(tmp_path / f".{'a' * 16}.{ID}.claim", ID).drop()
     assert sweep(tmp_path) == ()
-    assert is_live(tmp_path / f".a.{ID}.claim")
+    assert is_live(tmp_path / f".{'a' * 16}.{ID}.claim")
 
 
 # Ranks that are late

@@ -17,7 +17,7 @@ from functional_ckpt import SavePolicy, async_save, errors, load, open_checkpoin
 from functional_ckpt.store.claim import Claim, is_live
 
 MARKER = SavePolicy(commit="marker", durability="none")
-ID = "0123456789abcdef"
+ID = "abcdefghijklmnop"
 
 
 def state(step):
@@ -149,23 +149,29 @@ def test_memory_has_marker_mode_only(problems_of):
 
 def test_sweep_removes_exactly_the_leftovers(tmp_path, fast, tree_bytes):
     save(state(1), tmp_path / "a", policy=fast)
-    for name in (f".a.{ID}.saving/w/c.0", f".b.{ID}.saving/x", "mine/x", ".mine.saving/x", f"{ID}.saving/x"):
+    for name in (
+        f".{'a' * 16}.{ID}.saving/w/c.0",
+        f".{'b' * 16}.{ID}.saving/x",
+        "mine/x",
+        ".mine.saving/x",
+        f"{ID}.saving/x",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text("x")
-    (tmp_path / f".c.{ID}.claim").write_text("{}")
+    (tmp_path / f".{'c' * 16}.{ID}.claim").write_text("{}")
     (tmp_path / ".x.claim").write_text("")
-    live = Claim.take(tmp_path / f".d.{ID}.claim", ID)
-    (tmp_path / f".d.{ID}.saving").mkdir()
-    (tmp_path / f".d.{ID}.saving/x").write_text("x")
+    live = Claim.take(tmp_path / f".{'d' * 16}.{ID}.claim", ID)
+    (tmp_path / f".{'d' * 16}.{ID}.saving").mkdir()
+    (tmp_path / f".{'d' * 16}.{ID}.saving/x").write_text("x")
     before = set(tree_bytes(tmp_path))
-    dead = [f".a.{ID}.saving", f".b.{ID}.saving", f".c.{ID}.claim"]
+    dead = [f".{'a' * 16}.{ID}.saving", f".{'b' * 16}.{ID}.saving", f".{'c' * 16}.{ID}.claim"]
     assert sweep(tmp_path) == tuple(sorted(str(tmp_path / name) for name in dead))
     removed = before - set(tree_bytes(tmp_path))
     assert {name.partition("/")[0] for name in removed} == set(dead)
     assert is_live(live.path)
     live.release()
-    assert sweep(tmp_path) == (str(tmp_path / f".d.{ID}.saving"),)
+    assert sweep(tmp_path) == (str(tmp_path / f".{'d' * 16}.{ID}.saving"),)
     assert sweep(tmp_path) == ()
     assert step_of(tmp_path / "a") == 1
 

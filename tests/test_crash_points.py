@@ -15,7 +15,7 @@ from tests.effects import EFFECTS, REAL, watched
 from tests.places import check_recovery, make_place, run_save
 
 #: Steps of the checkpoint that is there, 0 for none, as effects go on.
-EXPECTED = {"rename": [0, 2], "overwrite": [1, 2], "marker": [0, 2], "withdraw": [1, 0, 2]}
+EXPECTED = {"rename": [0, 2], "overwrite": [1, 2], "marker": [0, 2], "withdraw": [1, 0, 2], "keep": [1, 2]}
 
 
 def victim(root, mode):

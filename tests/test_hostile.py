@@ -29,7 +29,7 @@ from functional_ckpt.cli import main
 from functional_ckpt.errors import CheckpointError
 from functional_ckpt.store.commit import manifest_digest
 
-ID = "0123456789abcdef"
+ID = "abcdefghijklmnop"
 ZSTD = SavePolicy(layout=LayoutPolicy(codecs=(("", ("zstd",)),)), durability="none")
 MARKER = SavePolicy(commit="marker", durability="none")
 
@@ -130,7 +130,7 @@ def test_pipes_in_place_of_files_do_not_hang(name, coded):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", [f".{ID}.claim", f".x.{ID}.claim"])
+@pytest.mark.parametrize("name", [f".{ID}.claim", f".{'e' * 16}.{ID}.claim"])
 def test_pipes_in_place_of_claims_do_not_hang(name, tmp_path):
     os.mkfifo(tmp_path / name)
     done = outcome(BEGIN + WRITES, tmp_path, seconds=100)
@@ -180,14 +180,14 @@ def test_marker_saves_delete_nothing_that_no_claim_stands_for(saved, tmp_path):
 
 def test_sweep_passes_by_what_it_cannot_have_made(tmp_path):
     (tmp_path / "outside").mkdir()
-    os.symlink(tmp_path / "outside", tmp_path / f".a.{ID}.saving")
-    (tmp_path / f".b.{ID}.claim").mkdir()
-    (tmp_path / f".c.{ID}.claim").write_text("[" * 100_000)
+    os.symlink(tmp_path / "outside", tmp_path / f".{'a' * 16}.{ID}.saving")
+    (tmp_path / f".{'b' * 16}.{ID}.claim").mkdir()
+    (tmp_path / f".{'c' * 16}.{ID}.claim").write_text("[" * 100_000)
     (tmp_path / f".{ID}.claim").mkdir()
-    (tmp_path / f".x.{ID}.saving").mkdir()
+    (tmp_path / f".{'e' * 16}.{ID}.saving").mkdir()
     sweep(tmp_path)
     assert (tmp_path / "outside").is_dir()
-    assert not (tmp_path / f".x.{ID}.saving").exists()
+    assert not (tmp_path / f".{'e' * 16}.{ID}.saving").exists()
 
 
 def test_a_claim_nested_too_deeply_is_a_leftover(tmp_path):

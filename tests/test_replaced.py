@@ -159,7 +159,7 @@ def test_opening_goes_on_with_what_took_the_place(saved, monkeypatch):
 def test_what_is_lost_while_the_old_one_is_removed_is_no_damage(saved):
     """The path has the new one already, and the old one its root still."""
     checkpoint = open_checkpoint(saved)
-    old = saved.rename(saved.parent / ".a.0123456789abcdef.saving")
+    old = saved.rename(saved.parent / ".aaaaaaaaaaaaaaaa.abcdefghijklmnop.saving")
     save(state(2), saved, policy=FAST)
     (old / "w/c.0.0").unlink()
     with pytest.raises(ReplacedError):

@@ -16,7 +16,7 @@ from tests.effects import EFFECTS, watched
 
 FAST = SavePolicy(durability="none")
 MARKER = SavePolicy(commit="marker", durability="none")
-ID = "0123456789abcdef"
+ID = "abcdefghijklmnop"
 
 
 def state(step):
@@ -75,7 +75,7 @@ def test_a_tree_that_grows_while_it_is_removed(tmp_path):
 
     def write(call):
         if call.name == "rmdir" and len(late) < 9:
-            path = tmp_path / f"p/.a.{ID}.saving/late{len(late)}"
+            path = tmp_path / f"p/.{'a' * 16}.{ID}.saving/late{len(late)}"
             late.append(path)
             path.touch()
         return call.do()
@@ -89,9 +89,9 @@ def test_a_tree_that_grows_while_it_is_removed(tmp_path):
 def leave_leftovers(place, commit_mode):
     place.mkdir()
     if commit_mode == "rename":
-        (place / f".a.{ID}.saving/w").mkdir(parents=True)
-        (place / f".a.{ID}.saving/w/c.0").touch()
-        Claim.take(place / f".a.{ID}.claim", ID).drop()
+        (place / f".{'a' * 16}.{ID}.saving/w").mkdir(parents=True)
+        (place / f".{'a' * 16}.{ID}.saving/w/c.0").touch()
+        Claim.take(place / f".{'a' * 16}.{ID}.claim", ID).drop()
     else:
         Claim.take(place / f".{ID}.claim", ID, ["w"]).drop()
         (place / "w").mkdir()

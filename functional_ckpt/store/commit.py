@@ -1,17 +1,15 @@
 """Begin, publish or abandon a save, so that a path holds a whole checkpoint or none.
 
-*rename*: everything is written to ``.<name>.<id>.saving`` beside the path, which then takes the path's name in one
-step; with `overwrite` the two directories change places in one step and the old one is removed. Killed before the step,
-the old checkpoint survives; after it, the new one does.
+*rename*: everything is written to a directory beside the path, which then takes the path's name in one step; with
+`overwrite` the two directories change places in one step and the old one is removed. Killed before the step, the old
+checkpoint survives; after it, the new one does.
 *marker*: written in place; the root ``zarr.json`` is created last, and only if there is none. Other files may live in
 the directory. *withdraw* is the same, but with `overwrite` the root that is there is taken away first.
 """
 
 import json
 import os
-import re
-import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +32,23 @@ from functional_ckpt.store.opening import local_path, open_store
 from functional_ckpt.store.sweep import dead_claims, leftover_names
 from functional_ckpt.store.target import (
     MANIFEST,
+    METADATA_FILE,
+    METADATA_TEXT,
     PROVENANCE,
     ROOT,
     Replaceable,
     check_target,
+    committed_nodes,
     manifest_digest,
     put_in_place,
     synced,
 )
-from functional_ckpt.store.withdraw import belongs_to, committed_nodes, withdraw
+from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id, working_name
+from functional_ckpt.store.withdraw import names_of_others, withdraw
 
 __all__ = [
     "MANIFEST",
+    "METADATA_FILE",
     "PROVENANCE",
     "ROOT",
     "Site",
@@ -81,16 +84,16 @@ class Site:
             return None
         final = Path(self.url)
         if self.mode == "marker":
-            return final / f".{self.save_id}.claim"
-        return final.parent / f".{final.name}.{self.save_id}.claim"
+            return final / claim_name(self.save_id)
+        return final.parent / claim_name(self.save_id, final.name)
 
 
 def begin(
-    url: str | Path, mode: str, overwrite: bool, nodes: Sequence[str], durability: str = "none"
+    url: str | Path, mode: str, overwrite: bool, names: Sequence[str], durability: str = "none", foreign: str = "refuse"
 ) -> tuple[Site, Claim | None]:
-    """Choose and create the place to write `nodes` to; called by the coordinator only.
+    """Choose and create the place to write `names` to; called by the coordinator only.
 
-    `durability` is that of the policy.
+    `durability`, and what to do with files of others (`foreign`), are those of the policy.
 
     Raises
     ------
@@ -99,39 +102,38 @@ def begin(
     StorageError
         If what is there could not be replaced in the end: a mount point, or no way to exchange two directories.
     """
-    save_id = secrets.token_hex(8)
+    save_id = new_save_id()
     store = open_store(url)
     if mode == "auto":
         mode = "rename" if store.capabilities.rename else "marker"
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode in ("marker", "withdraw"):
-        return _begin_marker(store, overwrite, mode == "withdraw", save_id, nodes, durability)
+        return _begin_marker(store, overwrite, mode == "withdraw", save_id, names, durability)
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
             final = final.resolve()  # replace what the link points to, not the link
-        check_target(final, overwrite)
-    site = Site(str(final), str(final.parent / f".{final.name}.{save_id}.saving"), "rename", save_id)
+        kept = check_target(final, overwrite, names if foreign == "keep" else None)
+    site = Site(str(final), str(final.parent / working_name(final.name, save_id)), "rename", save_id)
     with storage_errors("creating the directory to save to", site.work_url):
         make_directories(final.parent, durability not in _NOT_EACH)
         claim = Claim.take(site.claim_path() or final, save_id)
     try:
         with storage_errors("creating the directory to save to", site.work_url):
             os.mkdir(site.work_url)
-            return (_with_target(site) if overwrite else site), claim
+            return (_with_target(site, overwrite, foreign == "keep") if overwrite or kept else site), claim
     except BaseException as error:
         add_notes(error, abandon(site, claim))
         raise
 
 
-def _with_target(site: Site) -> Site:
+def _with_target(site: Site, overwrite: bool, keeps_foreign: bool) -> Site:
     """Return `site` with what it may replace; fail if the file system cannot replace it."""
     final, work = Path(site.url), Path(site.work_url)
     # In this order: a save that publishes meanwhile is seen by its claim or by what it has published.
-    claims = re.compile(rf"\.{re.escape(final.name)}\.([0-9a-f]{{16}})\.claim")
-    found = (claims.fullmatch(name) for name in os.listdir(final.parent))
-    earlier = tuple(sorted(match[1] for match in found if match is not None and match[1] != site.save_id))
+    begun = claims_for(final.name, os.listdir(final.parent))
+    earlier = tuple(save_id for save_id in begun if overwrite and save_id != site.save_id)
     found_there = identity_of(final)
     if found_there is not None and os.listdir(final):
         one, other = work / "one", work / "other"
@@ -140,7 +142,7 @@ def _with_target(site: Site) -> Site:
         exchange_paths(one, other)
         one.rmdir()
         other.rmdir()
-    return attrs.evolve(site, replaceable=Replaceable(found_there, earlier))
+    return attrs.evolve(site, replaceable=Replaceable(found_there, earlier, overwrite, keeps_foreign))
 
 
 def seen_from(site: Site, url: str | Path, rank: int) -> Site:
@@ -175,14 +177,18 @@ def publish(
     provenance: Mapping[str, Any],
     consolidate: bool,
     confirm: Callable[[], None],
+    metadata_file: bool = False,
 ) -> tuple[str, ...]:
     """Write manifest, provenance and root, in this order, and make the checkpoint appear.
+
+    With `metadata_file` there is one more file before these, for programs that look for a checkpoint of DCP.
 
     `confirm` is called right before the step after which the checkpoint is there; it may still raise. What fails after
     that step cannot undo it, and is returned in words.
     """
     text = manifest.to_json()
-    for name, data in ((MANIFEST, text), (PROVENANCE, to_json(provenance))):
+    first = ((METADATA_FILE, METADATA_TEXT),) if metadata_file else ()
+    for name, data in (*first, (MANIFEST, text), (PROVENANCE, to_json(provenance))):
         store.create(name, [memoryview(data)], len(data))
     root = root_metadata(manifest, manifest_digest(text), consolidate)
     durable = store.sync != "none"
@@ -246,7 +252,7 @@ def _begin_marker(
     try:
         with storage_errors("creating the directory to save to", site.url):
             _clear_in_place(store, claim, nodes, durability != "none")
-            _check_names(store, nodes)
+            _check_names(store, nodes, store.names())
             if path is not None:
                 claim.name(nodes, durability != "none")  # only now: what lies there under these names is ours
     except BaseException as error:
@@ -273,20 +279,25 @@ def _clear_in_place(store: Store, claim: Claim, nodes: Sequence[str], durable: b
                 remedy="Save under a new path; delete the claim if that save is dead, on another machine",
             )  # fmt: skip
         _withdraw_committed(store, claim, nodes, durable)
-        store.delete([name for name in leftover_names(store, {*dead, mine.name}) if name != mine.name])
+        signs = [*dead, mine.name] if claim.has_named else dead
+        store.delete([name for name in leftover_names(store, signs) if name != mine.name])
 
 
 def _withdraw_committed(store: Store, claim: Claim, nodes: Sequence[str], durable: bool) -> None:
     if store.nbytes_of(ROOT) is None:
         return
     committed = committed_nodes(store)
-    _check_names(store, nodes, committed)  # before anything is lost
+    if committed is None:
+        raise AlreadyExistsError(
+            "the path holds a Zarr group that is no checkpoint of functional_ckpt, or a damaged one", path=store.url,
+            remedy="Save under a new path; what is not known to be ours is never replaced",
+        )  # fmt: skip
+    _check_names(store, nodes, names_of_others(store, committed))  # before anything is lost
     withdraw(store, claim, committed, durable)
 
 
-def _check_names(store: Store, nodes: Sequence[str], committed: Collection[str] | None = None) -> None:
-    """Raise if others have names that the checkpoint needs; what belongs to one with nodes `committed` is ours."""
-    others = (name for name in store.names() if committed is None or not belongs_to(committed, name))
+def _check_names(store: Store, nodes: Sequence[str], others: Iterable[str]) -> None:
+    """Raise if `others`, objects that are not ours, have names that the checkpoint needs."""
     taken = sorted({name.partition("/")[0] for name in others} & {*nodes, MANIFEST, PROVENANCE})
     if taken:
         raise AlreadyExistsError(

@@ -10,7 +10,7 @@ from functional_ckpt.errors import CorruptionError, NotACheckpointError, Storage
 from functional_ckpt.plan.manifest import FORMAT
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.files import NEW, FileStore
-from functional_ckpt.store.sweep import is_claim_name
+from functional_ckpt.store.temporary import is_claim_name
 
 __all__ = ["why_not"]
 

@@ -14,13 +14,16 @@ from functional_ckpt.store.claim import Claim, claimed_nodes, is_live_in_memory,
 from functional_ckpt.store.directories import remove_tree
 from functional_ckpt.store.files import NEW
 from functional_ckpt.store.opening import local_path, open_store
+from functional_ckpt.store.temporary import is_claim_name, part_of
 
-__all__ = ["dead_claims", "is_claim_name", "is_node_file", "leftover_names", "sweep"]
+__all__ = ["dead_claims", "is_node_file", "leftover_names", "sweep"]
 
-_SAVING = re.compile(r"\.(?P<name>.+)\.(?P<id>[0-9a-f]{16})\.(saving|claim|claim\.new)")
-_IN_PLACE = re.compile(r"\.[0-9a-f]{16}\.claim(\.new|\.abandoned)?")
 # How our canonical JSON begins: other people have files of these names too.
-_BEGINNINGS = {"manifest.json": b'{"aliases":[', "provenance.json": b'{"finished":'}
+_BEGINNINGS = {
+    "manifest.json": b'{"aliases":[',
+    "provenance.json": b'{"finished":',
+    ".metadata": b"A checkpoint of functional_ckpt,",
+}
 _HEADER = b'{"attributes":{"functional_ckpt":'
 _NODE_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__lock)?")
 # Stands for what cannot be read, such as a pipe: nothing of ours begins so.
@@ -64,10 +67,10 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
     removed: list[str] = []
     doubtful: list[Path] = []
     for name in _listed(root):
-        match = _SAVING.fullmatch(name)
-        if match is None or not _may_be_ours(root / name):
+        claim_name = part_of(name)
+        if claim_name is None or not _may_be_ours(root / name):
             continue
-        claim = root / f".{match['name']}.{match['id']}.claim"
+        claim = root / claim_name
         # Beside its own claim, a file that is just becoming one.
         states = {state_of(claim), state_of(root / name) if name.endswith(NEW) else "dead"}
         if states == {"dead"}:
@@ -126,17 +129,6 @@ def _sweep_in_place(store: Store, dead: Collection[str] = ()) -> tuple[str, ...]
     names = leftover_names(store, dead)
     store.delete(names)
     return tuple(f"{store.url}/{name}" for name in names)
-
-
-def is_claim_name(name: str) -> bool:
-    """Tell whether a file is named as the claim of a save in marker mode.
-
-    Examples
-    --------
-    >>> is_claim_name(".0123456789abcdef.claim"), is_claim_name("a.claim")
-    (True, False)
-    """
-    return _IN_PLACE.fullmatch(name) is not None
 
 
 def is_node_file(name: str) -> bool:

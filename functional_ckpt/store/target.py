@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import xxhash
 
 from functional_ckpt.errors import AlreadyExistsError, CheckpointError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
-from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.directories import (
     Identity,
     exchange_paths,
@@ -24,14 +25,19 @@ from functional_ckpt.store.directories import (
 )
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.files import FileStore
-from functional_ckpt.store.sweep import is_claim_name, is_node_file
+from functional_ckpt.store.kept import carry, carry_late
+from functional_ckpt.store.sweep import is_node_file
+from functional_ckpt.store.temporary import is_claim_name
 
 __all__ = [
     "MANIFEST",
+    "METADATA_FILE",
+    "METADATA_TEXT",
     "PROVENANCE",
     "ROOT",
     "Replaceable",
     "check_target",
+    "committed_nodes",
     "exchange",
     "manifest_digest",
     "put_in_place",
@@ -39,17 +45,27 @@ __all__ = [
 ]
 
 ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
+_PICKLE = b"\x80"
+_DCP_FILE = re.compile(r"__\d+_\d+\.distcp")
+#: What DCP's own checkpoints have, and programs look for.
+METADATA_FILE = ".metadata"
+METADATA_TEXT = (
+    b"A checkpoint of functional_ckpt, for programs that look for a file of this name. There is no pickle in it.\n"
+)
 
 
 @attrs.frozen
 class Replaceable:
     """What a save may replace: what was there when it began, and what a save of `earlier`, begun before it, puts there.
 
-    So of two saves to one path the one that began last stays, whichever ends last.
+    So of two saves to one path the one that began last stays, whichever ends last. `checkpoints` allows it to replace a
+    checkpoint, `keeps_foreign` says that files of others are carried over.
     """
 
     identity: Identity | None
     earlier: tuple[str, ...]
+    checkpoints: bool = True
+    keeps_foreign: bool = False
 
     def require(self, found_at: Path, final: Path) -> Identity | None:
         """Return what tells the checkpoint at `found_at` from others; fail if it was saved to `final` too late."""
@@ -73,8 +89,11 @@ def manifest_digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def check_target(final: Path, overwrite: bool) -> None:
+def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = None) -> tuple[str, ...]:
     """Fail unless a directory may take this place: nothing, an empty one, or with `overwrite` a checkpoint of ours.
+
+    Files of others are refused; but if the names `needed` by the new checkpoint are given, only those that have one of
+    them, and the rest is returned. A checkpoint of DCP may be replaced then, too.
 
     Raises
     ------
@@ -84,7 +103,7 @@ def check_target(final: Path, overwrite: bool) -> None:
     try:
         found = os.stat(final)
     except FileNotFoundError:
-        return
+        return ()
     if not stat.S_ISDIR(found.st_mode):
         raise AlreadyExistsError("the path is a file", path=str(final), remedy="Save under a new path")
     if is_mount_point(final) or os.path.samefile(final, "."):
@@ -93,42 +112,70 @@ def check_target(final: Path, overwrite: bool) -> None:
             f"the path is {what}, which another directory cannot replace", path=str(final),
             remedy="Save to a directory below it, or use commit='marker'",
         )  # fmt: skip
-    if not any(final.iterdir()):
-        return
-    foreign = _foreign_names(final)
-    if foreign:
+    names = sorted(path.name for path in final.iterdir())
+    nodes = committed_nodes(FileStore(final)) if ROOT in names and MANIFEST in names else None
+    foreign = _foreign_names(final, names, nodes)
+    if overwrite and needed is not None:
+        foreign = [name for name in foreign if not _is_of_dcp(final / name)]
+    if foreign and needed is None:
         raise AlreadyExistsError(
             "the path holds files that are not part of a checkpoint of functional_ckpt", path=str(final),
-            found=", ".join(foreign[:5]), remedy="Save under a new path; what is not ours is never replaced",
+            found=", ".join(foreign[:5]),
+            remedy="Save under a new path, or pass SavePolicy(foreign='keep'); what is not ours is never replaced",
         )  # fmt: skip
-    if not overwrite:
+    taken = sorted({*foreign} & {ROOT, MANIFEST, PROVENANCE, METADATA_FILE, *(needed or ())})
+    if taken:
+        raise AlreadyExistsError(
+            "names that the checkpoint needs are taken by others", path=str(final), found=", ".join(taken[:5]),
+            remedy="Save under a new path; what is not ours is never replaced",
+        )  # fmt: skip
+    if nodes is not None and not overwrite:
         raise AlreadyExistsError(
             "the path holds a checkpoint", path=str(final), remedy="Pass overwrite=True, or save under a new path"
         )
+    return tuple(foreign)
 
 
-def _foreign_names(final: Path) -> list[str]:
-    """Return what lies in a directory and is no part of the committed checkpoint there; everything if there is none."""
-    found = sorted(path.name for path in final.iterdir())
-    if not all((final / name).is_file() for name in (ROOT, MANIFEST)):
-        return found
-    store = FileStore(final)
+def committed_nodes(store: Store) -> frozenset[str] | None:
+    """Return the directories of the arrays of the committed checkpoint in a store; None if there is none."""
     data, text = store.read(MANIFEST) or b"", store.read(ROOT) or b""
     try:
         root = json.loads(text)
         if root["attributes"][FORMAT]["manifest"] != manifest_digest(data):
-            return found
-        nodes = {node_name(entry.spec.key) for entry in Manifest.from_json(data).arrays}
+            return None
+        return frozenset(node_name(entry.spec.key) for entry in Manifest.from_json(data).arrays)
     except (ValueError, KeyError, TypeError, RecursionError, CheckpointError):
-        return found
+        return None
+
+
+def _foreign_names(final: Path, names: list[str], nodes: frozenset[str] | None) -> list[str]:
+    """Return which of the names in a directory are no part of the checkpoint there; all of them if there is none."""
+    if nodes is None:
+        return names
     foreign: list[str] = []
-    for name in found:
+    for name in names:
         path = final / name
         if name in nodes and path.is_dir():
             foreign += [f"{name}/{inner}" for inner in _foreign_to_node(path)]
-        elif path.is_dir() or not (name in (ROOT, MANIFEST, PROVENANCE) or is_claim_name(name)):
+        elif path.is_dir() or not _is_ours(path):
             foreign.append(name)
     return foreign
+
+
+def _is_ours(path: Path) -> bool:
+    if path.name == METADATA_FILE:
+        return path.stat().st_size == len(METADATA_TEXT) and path.read_bytes() == METADATA_TEXT
+    return path.name in (ROOT, MANIFEST, PROVENANCE) or is_claim_name(path.name)
+
+
+def _is_of_dcp(path: Path) -> bool:
+    """Tell whether this is one of the files of a checkpoint of DCP, which are pickles."""
+    if path.name != METADATA_FILE and _DCP_FILE.fullmatch(path.name) is None:
+        return False
+    if path.name != METADATA_FILE or not path.is_file():
+        return path.is_file()
+    with open(path, "rb") as file:
+        return file.read(1) == _PICKLE
 
 
 def _foreign_to_node(path: Path) -> list[str]:
@@ -176,12 +223,17 @@ def _replace(
     work: Path, final: Path, replaceable: Replaceable, durable: bool, confirm: Callable[[], None]
 ) -> tuple[str, ...]:
     """Change places with the checkpoint at the path, if it is the one to replace, and remove that."""
-    check_target(final, overwrite=True)  # files of others may have come while we were writing
+    needed = os.listdir(work) if replaceable.keeps_foreign else None
+    # Files of others may have come while we were writing.
+    foreign = check_target(final, replaceable.checkpoints, needed)
     replaced = replaceable.require(final, final)
+    carried = carry(foreign, final, work, durable)
     notes = _keep_mode(final, work)
     confirm()
     notes += exchange(work, final)
     left = _looked_at(work, final, replaced, replaceable)
+    if left is None and replaceable.keeps_foreign:
+        notes += _carried_late(work, final, carried)
     if durable:
         notes += synced(final.parent)
     if left is not None:
@@ -191,6 +243,14 @@ def _replace(
     except OSError as error:
         notes.append(f"the checkpoint that it replaces is left to functional_ckpt.sweep at {work} ({error})")
     return tuple(notes)
+
+
+def _carried_late(work: Path, final: Path, carried: Mapping[str, os.stat_result]) -> tuple[str, ...]:
+    """Keep files that others have put at the path between our look and the exchange; return what failed, in words."""
+    try:
+        return carry_late(check_target(work, True, ()), work, final, carried)
+    except (OSError, CheckpointError) as error:
+        return (f"files of others that came meanwhile could not be looked for ({error})",)
 
 
 def exchange(work: Path, final: Path) -> tuple[str, ...]:

@@ -3,50 +3,35 @@
 Its root goes first. What is left then is what a killed save leaves in place, with a claim that names it.
 """
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
-from functional_ckpt.errors import AlreadyExistsError, CheckpointError
-from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.directories import sync_directory
-from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.sweep import is_node_file
-from functional_ckpt.store.target import MANIFEST, PROVENANCE, ROOT, manifest_digest
+from functional_ckpt.store.target import MANIFEST, METADATA_FILE, METADATA_TEXT, PROVENANCE, ROOT
 
-__all__ = ["belongs_to", "committed_nodes", "withdraw"]
-
-
-def committed_nodes(store: Store) -> frozenset[str]:
-    """Return the names of the nodes of the checkpoint that is committed here.
-
-    Raises
-    ------
-    AlreadyExistsError
-        If the root is not that of a checkpoint of ours, or the manifest not the one that it names.
-    """
-    data, text = store.read(MANIFEST) or b"", store.read(ROOT) or b""
-    try:
-        if json.loads(text)["attributes"][FORMAT]["manifest"] == manifest_digest(data):
-            return frozenset(node_name(entry.spec.key) for entry in Manifest.from_json(data).arrays)
-    except (ValueError, KeyError, TypeError, RecursionError, CheckpointError):
-        pass
-    raise AlreadyExistsError(
-        "the path holds a Zarr group that is no checkpoint of functional_ckpt, or a damaged one", path=store.url,
-        remedy="Save under a new path; what is not known to be ours is never replaced",
-    )  # fmt: skip
+__all__ = ["names_of_others", "withdraw"]
 
 
-def belongs_to(nodes: Collection[str], name: str) -> bool:
-    """Tell whether an object is part of a checkpoint with these nodes.
+def names_of_others(store: Store, nodes: Collection[str]) -> list[str]:
+    """Return the objects that are no part of the checkpoint in a store, whose nodes these are.
 
     Examples
     --------
-    >>> [belongs_to({"w"}, name) for name in ("w/c.0", "manifest.json", "w/notes.txt", "common.pt")]
-    [True, True, False, False]
+    >>> import functional_ckpt, numpy
+    >>> from functional_ckpt.store.opening import open_store
+    >>> _ = functional_ckpt.save({"w": numpy.ones(2)}, "memory://others-example")
+    >>> names_of_others(open_store("memory://others-example"), ["w"])
+    []
     """
+    return [name for name in store.names() if not _belongs_to(store, nodes, name)]
+
+
+def _belongs_to(store: Store, nodes: Collection[str], name: str) -> bool:
+    if name == METADATA_FILE:
+        return store.read(name) == METADATA_TEXT
     node, _, leaf = name.partition("/")
     return name in (ROOT, MANIFEST, PROVENANCE) or (node in nodes and is_node_file(leaf))
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import local_path
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.target import exchange, synced
+from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
 
 __all__ = ["remove_arrays"]
 
@@ -95,11 +95,11 @@ def _replace(
 
     `seen` tells the checkpoint that the files were made from.
     """
-    save_id = secrets.token_hex(8)
-    work = final.parent / f".{final.name}.{save_id}.saving"
+    save_id = new_save_id()
+    work = final.parent / working_name(final.name, save_id)
     site = Site(str(final), str(work), "rename", save_id)
     with storage_errors("removing arrays", str(final)):
-        claim = Claim.take(final.parent / f".{final.name}.{save_id}.claim", save_id)
+        claim = Claim.take(final.parent / claim_name(save_id, final.name), save_id)
     try:
         with storage_errors("removing arrays", str(final)):
             _link_tree(final, work, {*nodes, *files})
