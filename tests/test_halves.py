@@ -4,24 +4,44 @@ A save as Megatron makes it (``common.pt`` in place, then the strategy, then ``m
 over a checkpoint that is there, killed after each of its effects. Run as a program, this file is the victim.
 """
 
+import argparse
 import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
+import torch.distributed.checkpoint as dcp  # noqa: E402
 
 import functional_ckpt  # noqa: E402
-from functional_ckpt.errors import CheckpointError  # noqa: E402
+from functional_ckpt.errors import (  # noqa: E402
+    AlreadyExistsError,
+    CheckpointError,
+    CorruptionError,
+    NotACheckpointError,
+    ObjectCodecError,
+    ReplacedError,
+)
 from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import load, load_common_state_dict, save  # noqa: E402
+from functional_ckpt.torch.serialization import (  # noqa: E402
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    load_tensors_metadata,
+    save,
+)
+from functional_ckpt.torch.storage import ZarrStorageReader  # noqa: E402
+from functional_ckpt.torch.strategies import zarr  # noqa: E402
+from functional_ckpt.torch.strategies.common_file import TorchLoadCommonStrategy  # noqa: E402
 from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
     ZarrLoadShardedStrategy,
     ZarrSaveCommonStrategy,
@@ -29,6 +49,7 @@ from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
 )
 from tests.effects import EFFECTS, REAL, watched  # noqa: E402
 
+ONLY = functional_ckpt.LoadPolicy(strict=functional_ckpt.Strict(unexpected="ignore"))
 FAST = functional_ckpt.SavePolicy(durability="none")
 tensor = ShardedTensor.from_rank_offsets
 
@@ -51,12 +72,12 @@ def write_in_place(path, data):
     os.close(file)
 
 
-def megatron_saves(path, step, background=False):
+def megatron_saves(path, step, background=False, common=None):
     """Do what ``megatron.core.dist_checkpointing.save`` does with a strategy of ours."""
     buffer = io.BytesIO()
-    torch.save({"step": step}, buffer)
+    torch.save(common or {"step": step}, buffer)
     write_in_place(path / "common.pt", buffer.getvalue())
-    strategy = ZarrSaveShardedStrategy(policy=FAST)
+    strategy = ZarrSaveShardedStrategy(policy=FAST, common_file="common.pt")
     if background:
         strategy.async_save(sharded(step), path).execute_sync()
     else:
@@ -73,6 +94,7 @@ def ours_saves(path, step, background=False):
         request.execute_sync()
 
 
+#: Who has saved what lies there (nobody: it is empty), and who saves over it.
 CASES = {
     "megatron": (megatron_saves, megatron_saves),
     "megatron background": (megatron_saves, lambda path, step: megatron_saves(path, step, True)),
@@ -80,9 +102,9 @@ CASES = {
     "ours background": (ours_saves, lambda path, step: ours_saves(path, step, True)),
     "megatron over ours": (ours_saves, megatron_saves),
     "ours over megatron": (megatron_saves, ours_saves),
+    "megatron fresh": (None, megatron_saves),
+    "ours fresh": (None, ours_saves),
 }
-#: Whether a checkpoint is there before.
-BEFORE = {"over one": True, "fresh": False}
 
 
 def megatron_loads(path):
@@ -139,54 +161,211 @@ def check(path, saves):
     return found[1]
 
 
-def victim(root, case, before):
-    """Fork a saver per effect; effect n is done half if it is a write, else not at all, and nothing after it."""
-    old_saves, saves = CASES[case]
-    for at in range(1000):
-        path = root / str(at)
-        path.mkdir()
+def forked(function, *arguments):
+    """Run in a child (what has started a thread must not fork) and return how it has ended."""
+    child = os.fork()
+    if not child:
+        function(*arguments)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed(saves, path, at):
+    """Save, and die at effect `at`, which is done half if it is a write, else not at all."""
+    seen = iter(range(10**6))
+
+    def stop(call):
+        if call.name in EFFECTS and next(seen) == at:
+            if call.name == "write":
+                file, data = call.arguments
+                REAL["write"](file, bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call.do()
+
+    with watched(path, stop):
+        saves(path, 2)
+
+
+def victim(root, step):
+    """For each case and every `step`-th effect of its save leave what is there if it dies then; say where that ends."""
+    counts = {}
+    for number, (case, (before, saves)) in enumerate(CASES.items()):
+        old = root / f"before {case}"
+        old.mkdir()
         if before:
-            child = os.fork()  # what has started a thread must not fork
-            if not child:
-                old_saves(path, 1)
-                os._exit(0)
-            os.waitpid(child, 0)
-        child = os.fork()
-        if not child:
-            seen = iter(range(10**6))
-
-            def stop(call, at=at, seen=seen):
-                if call.name in EFFECTS and next(seen) == at:
-                    if call.name == "write":
-                        file, data = call.arguments
-                        REAL["write"](file, bytes(data)[: len(data) // 2])
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call.do()
-
-            with watched(path, stop):
-                saves(path, 2)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0
-            print(at)
-            return
+            assert forked(before, old, 1) == 0
+        for at in range(number % step, 1000, step):  # cases begin elsewhere
+            path = root / case / str(at)
+            shutil.copytree(old, path)
+            ended = forked(killed, saves, path, at)
+            if ended != -signal.SIGKILL:
+                assert ended == 0
+                counts[case] = at
+                break
+    print(json.dumps(counts))
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("case", CASES)
-def test_killed_after_each_effect(case, before, tmp_path):
-    command = [sys.executable, "-m", "tests.test_halves", str(tmp_path), case, before]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def left_by_victims(root, step):
+    """Return the last effect of each case."""
+    command = [sys.executable, "-m", "tests.test_halves", str(root), str(step)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    count = int(done.stdout)
-    assert count > 15, "the effects are no longer seen"
-    found = [check(tmp_path / str(at), CASES[case][1]) for at in range(count + 1)]
-    assert found == [*[step for step in found if step == 1], *[0] * found.count(0), *[2] * found.count(2)]
-    assert set(found) == {int(BEFORE[before]), 0, 2}
+    return json.loads(done.stdout)
+
+
+def check_case(case, root, last):
+    """Check what is there after each kill."""
+    before, saves = CASES[case]
+    places = sorted((int(path.name), path) for path in (root / case).iterdir())
+    assert places[-1][0] == last > 15, "the effects are no longer seen"
+    found = [check(path, saves) for _, path in places]
+    order = [1, 0, 2] if before else [0, 2]
+    assert found == sorted(found, key=order.index), "what is withdrawn does not come back, what is published stays"
+    assert set(found) - {1} == {0, 2}
     assert found[-1] == 2
+
+
+STEP = 11
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    root = tmp_path_factory.mktemp("left")
+    return root, left_by_victims(root, STEP)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_at_some_effects(case, left):
+    """`tox -e soak` kills at every one."""
+    root, last = left
+    check_case(case, root, last[case])
+
+
+# --- what is bound ---
+
+
+@pytest.mark.parametrize("saves", [megatron_saves, ours_saves])
+def test_halves_of_two_saves_do_not_load(saves, tmp_path):
+    for step in (1, 2):
+        (tmp_path / str(step)).mkdir()
+        saves(tmp_path / str(step), step)
+    name = "common.pt" if saves is megatron_saves else ".common"
+    shutil.rmtree(tmp_path / "2" / name, ignore_errors=True)
+    copy = shutil.copytree if name == ".common" else shutil.copy
+    copy(tmp_path / "1" / name, tmp_path / "2" / name)
+    for loads in (megatron_loads, ours_loads, load_common_state_dict, load_tensors_metadata):
+        with pytest.raises(CorruptionError, match="not the one that was saved with the tensors"):
+            loads(tmp_path / "2")
+    assert halves_of(functional_ckpt.load(plain(), tmp_path / "2", policy=ONLY) | {"rng": [2]}) == 2
+    saves(tmp_path / "2", 3)
+    assert ours_loads(tmp_path / "2") == megatron_loads(tmp_path / "2") == (3, 3)
+
+
+def plain():
+    return {"w": torch.zeros(5, 3, dtype=torch.int64), "bias": torch.zeros(7, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("text", [None, "", '{"sharded_ba'])
+@pytest.mark.parametrize("saves", [megatron_saves, ours_saves])
+def test_a_whole_checkpoint_needs_no_metadata_file(saves, text, tmp_path):
+    """Killed before it was written, or by Megatron while it was."""
+    saves(tmp_path, 1)
+    (tmp_path / "metadata.json").unlink()
+    if text is not None:
+        (tmp_path / "metadata.json").write_text(text)
+    assert ours_loads(tmp_path) == (1, 1)
+    saves(tmp_path, 2)
+    assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (2, 2)
+
+
+@pytest.mark.parametrize("saves", [megatron_saves, ours_saves])
+def test_checkpoints_of_before_load(saves, tmp_path, monkeypatch):
+    """Their roots bind nothing."""
+    monkeypatch.setattr(zarr, "attributes_for", lambda _: None)
+    saves(tmp_path, 1)
+    assert dict(functional_ckpt.open_checkpoint(tmp_path).attributes) == {}
+    assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (1, 1)
+    (tmp_path / "metadata.json").unlink()
+    with pytest.raises(NotACheckpointError, match="no distributed checkpoint"):
+        ours_loads(tmp_path)
+    monkeypatch.undo()
+    saves(tmp_path, 2)
+    assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (2, 2)
+
+
+def test_a_checkpoint_of_another_format_stays(tmp_path):
+    text = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    (tmp_path / "metadata.json").write_text(text)
+    with pytest.raises(AlreadyExistsError, match="another format"):
+        ours_saves(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["metadata.json"]
+    assert (tmp_path / "metadata.json").read_text() == text
+
+
+def test_over_another_format_there_is_none_until_the_end(tmp_path):
+    """Megatron has written its common.pt by then: what metadata.json names would load with it."""
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    strategy = ZarrSaveShardedStrategy(policy=FAST, common_file="common.pt")
+    with pytest.raises(CheckpointError, match="no data to save"):
+        strategy.save({"w": ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)}, tmp_path)
+    strategy.save({"w": tensor("w", torch.ones(2))}, tmp_path)
+    assert not (tmp_path / "metadata.json").exists()
+
+
+def test_a_save_that_is_refused_loses_nothing(tmp_path):
+    ours_saves(tmp_path, 1)
+    bad = ShardedTensor("w", torch.ones(2), torch.float32, (2,), (4,), (0,), None)  # half of it is nowhere
+    with pytest.raises(CheckpointError, match="'w'"):
+        save({"w": bad, "step": 2}, tmp_path)
+    assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (1, 1)
+    (tmp_path / "w2").mkdir()
+    (tmp_path / "w2" / "mine.txt").touch()
+    with pytest.raises(AlreadyExistsError, match="w2"):
+        ZarrSaveShardedStrategy(policy=FAST).save({"w2": tensor("w2", torch.ones(2))}, tmp_path)
+    assert ours_loads(tmp_path) == (1, 1)
+
+
+def test_one_that_is_replaced_while_its_halves_are_read(tmp_path, monkeypatch):
+    ours_saves(tmp_path, 1)
+    real = ZarrLoadShardedStrategy.load
+
+    def late(self, wanted, path):
+        ours_saves(tmp_path, 2)
+        return real(self, wanted, path)
+
+    monkeypatch.setattr(ZarrLoadShardedStrategy, "load", late)
+    with pytest.raises(ReplacedError, match="while its halves were loaded"):
+        load(wanted(), tmp_path)
+
+
+# --- one format ---
+
+
+@pytest.mark.parametrize("saves", [megatron_saves, ours_saves])
+def test_who_reads_the_tensors_reads_what_either_saves(saves, tmp_path):
+    saves(tmp_path, 4)
+    assert halves_of(functional_ckpt.load(plain(), tmp_path, policy=ONLY) | {"rng": [4]}) == 4
+    through_dcp = plain()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.load(through_dcp, storage_reader=ZarrStorageReader(tmp_path))
+    assert halves_of(through_dcp | {"rng": [4]}) == 4
+    assert {*load_plain_tensors(tmp_path)} == {"w", "bias", "only.4"}
+
+
+def test_objects_in_the_common_file_are_built_if_they_are_harmless(tmp_path):
+    saved = {"step": 1, "args": argparse.Namespace(lr=0.5), "seen": {1, 2}, "trusted": Trusted()}
+    megatron_saves(tmp_path, 1, common=saved)
+    with pytest.raises(ObjectCodecError, match="Trusted"):
+        load_common_state_dict(tmp_path)
+    found = load({}, tmp_path, common_strategy=TorchLoadCommonStrategy(safe_globals=[Trusted]))
+    assert (found["args"].lr, found["seen"], type(found["trusted"])) == (0.5, {1, 2}, Trusted)
+
+
+class Trusted:
+    pass
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    victim(Path(sys.argv[1]), sys.argv[2], BEFORE[sys.argv[3]])
+    victim(Path(sys.argv[1]), int(sys.argv[2]))

@@ -254,7 +254,8 @@ def _begin_marker(
             _clear_in_place(store, claim, nodes, durability != "none")
             _check_names(store, nodes, store.names())
             if path is not None:
-                claim.name(nodes, durability != "none")  # only now: what lies there under these names is ours
+                # Only now: what lies there under these names is ours. One at least, where all is plain values.
+                claim.name([*nodes, MANIFEST], durability != "none")
     except BaseException as error:
         if claim.has_named:  # the checkpoint that was there may be half removed
             add_notes(error, abandon(site, claim))

@@ -39,7 +39,7 @@ def _belongs_to(store: Store, nodes: Collection[str], name: str) -> bool:
 def withdraw(store: Store, claim: Claim, nodes: Collection[str], durable: bool) -> None:
     """Take away the root of a checkpoint with these `nodes`; `claim` names them first, so that they can be removed."""
     if claim.path is not None:
-        claim.name(sorted(nodes), durable)
+        claim.name([*sorted(nodes), MANIFEST], durable)
     store.delete([ROOT])
     if durable and claim.path is not None:
         with storage_errors("syncing", store.url):

@@ -52,6 +52,32 @@ MUTANTS = (
         ("tests/test_claims.py", "-k", "neighbour"),
     ),
     Mutant(
+        "halves of two saves load together", "torch/halves.py",
+        "        if bound.get(name) != found.get(name):", "        if not name:", ("tests/test_halves.py",),
+    ),
+    Mutant(
+        "a common half of another layout stays", "torch/strategies/zarr.py",
+        "make_way(checkpoint_dir, COMMON_FILE, OBJECTS)", "make_way(checkpoint_dir, OBJECTS)",
+        ("tests/test_halves.py", "-k", "killed"),
+    ),
+    Mutant(
+        "what metadata.json names stays while another format is saved over it", "torch/halves.py",
+        "for name in (CONFIG_FNAME, *stale):", "for name in stale:", ("tests/test_halves.py", "-k", "format"),
+    ),
+    Mutant(
+        "a checkpoint is withdrawn before names of others are looked for", "store/commit.py",
+        "    _check_names(store, nodes, names_of_others(store, committed))  # before anything is lost\n", "",
+        ("tests/test_halves.py", "-k", "refused"),
+    ),
+    Mutant(
+        "the claim of a save that failed after it withdrew a checkpoint goes first", "store/commit.py",
+        "        if claim.has_named:", "        if not claim:", ("tests/test_faults.py", "-k", "withdraw"),
+    ),
+    Mutant(
+        "nobody looks whether the checkpoint was replaced between its halves", "torch/serialization.py",
+        "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:", ("tests/test_halves.py", "-k", "read"),
+    ),
+    Mutant(
         "a claim is unlocked before it is unlinked", "store/claim.py",
         "                os.unlink(self.path)",
         "                fcntl.flock(self._file, fcntl.LOCK_UN), os.unlink(self.path)",

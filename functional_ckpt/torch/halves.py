@@ -1,0 +1,175 @@
+"""The halves of a checkpoint in Megatron's layout: where they lie, and that those of two saves never load together.
+
+The sharded half is committed by its root; what lies beside it is written before, by other hands. So the root holds
+digests of it: in the time between two saves to one directory they do not agree, and nothing is loaded.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from functional_ckpt.errors import CorruptionError
+from functional_ckpt.plan.manifest import FORMAT, Manifest
+from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.commit import MANIFEST, ROOT
+from functional_ckpt.store.directories import remove_tree
+from functional_ckpt.store.opening import directory_of, open_store
+from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.torch.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
+
+__all__ = [
+    "BACKEND",
+    "COMMON",
+    "COMMON_FILE",
+    "OBJECTS",
+    "VERSION",
+    "attributes_for",
+    "below",
+    "check_halves",
+    "format_of",
+    "is_without_halves",
+    "make_way",
+    "root_of",
+]
+
+#: What ``metadata.json`` calls this format. Not "zarr": old versions of Megatron used that for another one.
+BACKEND, VERSION = "functional_ckpt", 1
+#: The common half as a checkpoint of its own, names that no stored array can have; and as Megatron writes it.
+COMMON, OBJECTS, COMMON_FILE = ".common", ".objects", "common.pt"
+#: Attribute of the root: name of a file beside it -> digest of what it held when the root was committed.
+_ATTRIBUTE = f"{FORMAT}_beside"
+_BESIDE = (COMMON_FILE, f"{COMMON}/{MANIFEST}", f"{OBJECTS}/{MANIFEST}")
+
+
+def format_of(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
+    """Return what reads the checkpoint in a directory; None if there is none. Formats are told apart here only.
+
+    A root that binds the common half is a whole checkpoint: it lacks ``metadata.json`` where the process was killed
+    before Megatron wrote that. A root that binds nothing and lies alone is that of DCP or `functional_ckpt.save`.
+
+    Raises
+    ------
+    CheckpointingException
+        If ``metadata.json`` is torn, and the root does not say as much.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> format_of(tempfile.mkdtemp()) is None
+    True
+    """
+    torn: CorruptionError | None = None
+    try:
+        config = maybe_load_config(checkpoint_dir)
+    except CorruptionError as error:
+        config, torn = None, error
+    if config is None and open_store(checkpoint_dir).nbytes_of(ROOT) is not None:
+        config = _format_of_root(checkpoint_dir)
+    if config is None and torn is not None:
+        raise torn
+    return config
+
+
+def _format_of_root(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
+    bound = _bound(read_manifest(checkpoint_dir)) or {}
+    if COMMON_FILE in bound:
+        return CheckpointingConfig(BACKEND, VERSION)
+    ours = _BESIDE[1] in bound or is_without_halves(checkpoint_dir)
+    return CheckpointingConfig(BACKEND, VERSION, BACKEND, VERSION) if ours else None
+
+
+def is_without_halves(checkpoint_dir: str | Path) -> bool:
+    """Tell whether a directory holds a checkpoint that was not written by Megatron's functions, but by DCP or `save`.
+
+    Those write the common half first, so what they have left unfinished is none.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> functional_ckpt.save({"step": 3}, "memory://halves-example")
+    Manifest(...)
+    >>> is_without_halves("memory://halves-example")
+    True
+    """
+    store, directory = open_store(checkpoint_dir), directory_of(checkpoint_dir)
+    if store.nbytes_of(ROOT) is None or (directory is not None and os.path.isdir(directory / COMMON)):
+        return False
+    return store.nbytes_of(f"{COMMON}/{ROOT}") is None and store.nbytes_of(COMMON_FILE) is None
+
+
+def attributes_for(checkpoint_dir: str | Path) -> dict[str, Any] | None:
+    """Return the attributes by which the root of a sharded half binds what lies beside it now; None for nothing."""
+    found = _digests(checkpoint_dir)
+    return {_ATTRIBUTE: found} if found else None
+
+
+def check_halves(checkpoint_dir: str | Path) -> None:
+    """Raise unless the sharded half is committed, and what lies beside it is what was saved with it.
+
+    Roots of earlier versions bind nothing, and pass.
+
+    Raises
+    ------
+    CheckpointingException
+        If a save to this directory has not finished, or a file was changed.
+    """
+    bound = _bound(read_manifest(checkpoint_dir))
+    if bound is None:
+        return
+    found = _digests(checkpoint_dir)
+    for name in sorted({*bound, *found}):
+        if bound.get(name) != found.get(name):
+            raise CorruptionError(
+                "the common half is not the one that was saved with the tensors: another save to this directory has "
+                "not finished, or a file was changed", path=f"{checkpoint_dir}/{name}", expected=bound.get(name),
+                found=found.get(name), remedy="Load another checkpoint; a save to this directory replaces this one",
+            )  # fmt: skip
+
+
+def root_of(checkpoint_dir: str | Path) -> bytes | None:
+    """Return what tells the sharded half that is committed from another; None if there is none."""
+    root = open_store(checkpoint_dir).read(ROOT)
+    return None if root is None else xxhash.xxh3_128_digest(root)
+
+
+def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
+    """Make what a directory holds no checkpoint of Megatron's any more, and remove `stale` halves of another layout."""
+    directory = directory_of(checkpoint_dir)
+    if directory is None:
+        return
+    with storage_errors("making way for a save", str(directory)):
+        for name in (CONFIG_FNAME, *stale):
+            if os.path.isdir(directory / name):
+                remove_tree(directory / name)
+            else:
+                (directory / name).unlink(missing_ok=True)
+
+
+def below(checkpoint_dir: str | Path, name: str) -> str:
+    """Return the path of what lies below a directory.
+
+    Examples
+    --------
+    >>> below("memory://a/", ".common")
+    'memory://a/.common'
+    """
+    return f"{os.fspath(checkpoint_dir).rstrip('/')}/{name}"
+
+
+def _bound(manifest: Manifest) -> dict[str, str] | None:
+    found = json.loads(manifest.attributes).get(_ATTRIBUTE)
+    return found if isinstance(found, dict) else None
+
+
+def _digests(checkpoint_dir: str | Path) -> dict[str, str]:
+    store, found = open_store(checkpoint_dir), {}
+    for name in _BESIDE:
+        nbytes = store.nbytes_of(name)
+        if nbytes is not None:
+            digest = xxhash.xxh3_128()
+            store.scan(name, nbytes, digest.update)
+            found[name] = digest.hexdigest()
+    return found
