@@ -128,12 +128,12 @@ def test_torch_is_imported_in_its_adapter_only():
     assert offenders == []
 
 
-def test_dcp_is_imported_by_the_bridge_only():
-    bridge = PACKAGE / "torch" / "dcp.py"
+def test_dcp_is_imported_only_by_the_bridge_and_by_what_takes_its_storages_place():
+    bridges = [PACKAGE / "torch" / name for name in ("dcp.py", "default_storage.py")]
     offenders = [
         f"{name_of(path)}: {name}"
         for path in MODULES
-        if path != bridge
+        if path not in bridges
         for name in imported_names(path)
         if is_within(name, "torch.distributed.checkpoint")
     ]

@@ -20,6 +20,14 @@ dcp.save(state_dict, storage_writer=ZarrStorageWriter("checkpoints/step-100"))
 dcp.load(state_dict, storage_reader=ZarrStorageReader("checkpoints/step-100"))
 # --8<-- [end:switch]
 
+# --8<-- [start:install]
+from functional_ckpt.torch import install
+
+install()
+dcp.save(state_dict, checkpoint_id="checkpoints/step-300")
+dcp.load(state_dict, checkpoint_id="checkpoints/step-300")
+# --8<-- [end:install]
+
 # --8<-- [start:strict]
 from functional_ckpt.torch import StrictLoadPlanner, StrictSavePlanner
 

@@ -39,6 +39,7 @@ __all__ = [
     "check_target",
     "committed_nodes",
     "exchange",
+    "is_of_dcp",
     "manifest_digest",
     "put_in_place",
     "synced",
@@ -46,7 +47,7 @@ __all__ = [
 
 ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
 _PICKLE = b"\x80"
-_DCP_FILE = re.compile(r"__\d+_\d+\.distcp")
+_DCP_FILE = re.compile(r"__\d+(_\d+\.distcp|\.metadata)")
 #: What DCP's own checkpoints have, and programs look for.
 METADATA_FILE = ".metadata"
 METADATA_TEXT = (
@@ -116,7 +117,7 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
     nodes = committed_nodes(FileStore(final)) if ROOT in names and MANIFEST in names else None
     foreign = _foreign_names(final, names, nodes)
     if overwrite and needed is not None:
-        foreign = [name for name in foreign if not _is_of_dcp(final / name)]
+        foreign = [name for name in foreign if not is_of_dcp(final / name)]
     if foreign and needed is None:
         raise AlreadyExistsError(
             "the path holds files that are not part of a checkpoint of functional_ckpt", path=str(final),
@@ -168,8 +169,14 @@ def _is_ours(path: Path) -> bool:
     return path.name in (ROOT, MANIFEST, PROVENANCE) or is_claim_name(path.name)
 
 
-def _is_of_dcp(path: Path) -> bool:
-    """Tell whether this is one of the files of a checkpoint of DCP, which are pickles."""
+def is_of_dcp(path: Path) -> bool:
+    """Tell whether this is one of the files of a checkpoint of DCP, which are pickles.
+
+    Examples
+    --------
+    >>> is_of_dcp(Path("nowhere/.metadata")), is_of_dcp(Path("nowhere/model.pt"))
+    (False, False)
+    """
     if path.name != METADATA_FILE and _DCP_FILE.fullmatch(path.name) is None:
         return False
     if path.name != METADATA_FILE or not path.is_file():

@@ -7,17 +7,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from functional_ckpt.torch.default_storage import INSTALLED_SAVE_POLICY, install
     from functional_ckpt.torch.planner import StrictLoadPlanner, StrictSavePlanner
     from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter
 
 _MODULES = {
+    "INSTALLED_SAVE_POLICY": "default_storage",
+    "install": "default_storage",
     "StrictLoadPlanner": "planner",
     "StrictSavePlanner": "planner",
     "ZarrStorageReader": "storage",
     "ZarrStorageWriter": "storage",
 }
 
-__all__ = ["StrictLoadPlanner", "StrictSavePlanner", "ZarrStorageReader", "ZarrStorageWriter"]
+__all__ = [
+    "INSTALLED_SAVE_POLICY",
+    "StrictLoadPlanner",
+    "StrictSavePlanner",
+    "ZarrStorageReader",
+    "ZarrStorageWriter",
+    "install",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
 """What people train with - FSDP2, tensor parallelism, FSDP1, optimizers - over our storage, saved in every DCP way."""
 
+import contextlib
 import os
 
 import numpy as np
@@ -184,16 +185,20 @@ def save_in_background(path, how):
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+    from functional_ckpt.torch import install
+
     state = {"w": placed(launch.values(512, 64), "S0"), "n": 5, "plain": torch.ones(3)}
     kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
     one = writer(path)
     multiprocessing.current_process()._config["daemon"] = False  # or it may have no children
-    for number in range(2):
-        pending = dcp().async_save(
-            state, checkpoint_id=f"{path}{number}", storage_writer=one, async_checkpointer_type=kind
-        )
-        pending = getattr(pending, "upload_completion", pending)
-        pending.result(timeout=100)
+    for number in range(3):
+        with install() if number == 2 else contextlib.nullcontext():  # the program names no storage then
+            pending = dcp().async_save(
+                state, checkpoint_id=f"{path}{number}", storage_writer=None if number == 2 else one,
+                async_checkpointer_type=kind,
+            )  # fmt: skip
+            pending = getattr(pending, "upload_completion", pending)
+            pending.result(timeout=100)
         dist.barrier()
     found = blank(state)
     dcp().load(found, storage_reader=reader(f"{path}1"))
@@ -204,8 +209,8 @@ def save_in_background(path, how):
 def test_async_save(two, tmp_path, how):
     path = str(tmp_path / "c")
     two.run(save_in_background, path, how, limit_s=200.0)
-    assert sorted(os.listdir(tmp_path)) == ["c0", "c1"]
-    assert all(fc.verify(f"{path}{number}").ok for number in range(2))
+    assert sorted(os.listdir(tmp_path)) == ["c0", "c1", "c2"]
+    assert all(fc.verify(f"{path}{number}").ok for number in range(3))
 
 
 def save_in_background_and_change(path):
