@@ -106,7 +106,7 @@ def training_state(trainer: Trainer) -> dict[str, Any]:
     """Everything a later run needs, as one nested dict: what is saved, and what is loaded into.
 
     `get_state_dict` keys the optimizer's state by parameter name, so it means the same under every
-    layout. `PerRank` marks the one value that rightly differs from rank to rank.
+    layout. `PerRank` marks the one value that legitimately differs from rank to rank.
     """
     model, optim = get_state_dict(trainer.model, trainer.optimizer)
     return {

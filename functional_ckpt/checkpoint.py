@@ -82,7 +82,7 @@ class StoredArray:
     def __len__(self) -> int:
         """Return the extent of the first dimension."""
         if not self.shape:
-            raise TypeError("an array of rank 0 has no length")
+            raise TypeError("a zero-dimensional array has no length")
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:

@@ -22,7 +22,7 @@ state = {
     "model": model_state,
     "optim": optim_state,
     "step": 1,
-    "rng": functional_ckpt.PerRank(torch.get_rng_state()),  # rightly differs
+    "rng": functional_ckpt.PerRank(torch.get_rng_state()),  # legitimately differs
 }
 functional_ckpt.save(state, "checkpoint")  # every rank calls it
 # --8<-- [end:save]

@@ -142,7 +142,7 @@ def as_tuple(value: Any) -> Any:
         return value
     try:
         return tuple(value)
-    except TypeError:  # an array of rank 0
+    except TypeError:  # a zero-dimensional array
         return value
 
 

@@ -22,7 +22,7 @@ def _ints(values: Sequence[int]) -> tuple[int, ...]:
 class Box:
     """The cells ``start <= index < stop`` of an n-d array; ordered row-major by `start`.
 
-    Empty boxes and boxes of rank 0 (which hold one cell) are legal values.
+    Empty boxes and zero-dimensional boxes (which hold one cell) are legal values.
 
     Raises
     ------

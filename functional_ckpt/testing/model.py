@@ -63,7 +63,7 @@ def view(shard: ShardSpec, array: Array) -> Array:
     array([2, 4])
     """
     index: tuple[Any, ...] = (*shard.box.slices, ...)
-    part: Array = array[index]  # the dots keep an array of rank 0 an array
+    part: Array = array[index]  # the dots keep a zero-dimensional array an array
     return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
 
 

@@ -250,9 +250,9 @@ def with_planner_data(manifest: Manifest, data: Any) -> Manifest:
 
     Examples
     --------
-    >>> kept = with_planner_data(Manifest(), ["of rank 0"])
+    >>> kept = with_planner_data(Manifest(), ["of mine"])
     >>> stored_metadata(kept, None).planner_data
-    ['of rank 0']
+    ['of mine']
     """
     known = paths(manifest)
     if data is None or (isinstance(data, dict) and all(known.get(key) == path for key, path in data.items())):

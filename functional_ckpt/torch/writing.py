@@ -1,8 +1,8 @@
 """The writing of one DCP save, on a thread of its own where ranks work together.
 
 DCP tells the ranks of a failure when all of them have returned from `write_data` or failed before it: a planner may
-fail there, or what a subclass adds to the writer. Who waited inside `write_data` for such a rank would keep DCP from
-telling. So `write_data` returns at once; the thread waits for the other ranks to come, and `finish` for the thread.
+fail there, or what a subclass adds to the writer. Blocking in `write_data` until such a rank comes would deadlock DCP.
+So `write_data` returns at once; the thread waits for the other ranks, and `finish` for the thread.
 """
 
 import atexit
