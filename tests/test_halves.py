@@ -278,6 +278,17 @@ def test_a_whole_checkpoint_needs_no_metadata_file(saves, text, tmp_path):
     assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (2, 2)
 
 
+@pytest.mark.parametrize("first", [megatron_saves, ours_saves])
+@pytest.mark.parametrize("then", [megatron_saves, ours_saves])
+def test_a_common_half_of_the_other_layout_does_not_stay(first, then, tmp_path):
+    first(tmp_path, 1)
+    then(tmp_path, 2)
+    assert (tmp_path / "common.pt").exists() is (then is megatron_saves)
+    assert (tmp_path / ".common").exists() is (then is ours_saves)
+    (tmp_path / "metadata.json").unlink()
+    assert ours_loads(tmp_path) == (2, 2)
+
+
 @pytest.mark.parametrize("saves", [megatron_saves, ours_saves])
 def test_checkpoints_of_before_load(saves, tmp_path, monkeypatch):
     """Their roots bind nothing."""
