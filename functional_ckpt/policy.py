@@ -28,7 +28,7 @@ _GIB = 2**30
 Replicas: TypeAlias = Literal["elect", "declared"]
 Replicated: TypeAlias = Literal["check", "trust"]
 Durability: TypeAlias = Literal["auto", "fsync", "syncfs", "none"]
-Commit: TypeAlias = Literal["auto", "rename", "marker", "withdraw"]
+Commit: TypeAlias = Literal["auto", "rename", "marker"]
 Foreign: TypeAlias = Literal["refuse", "keep"]
 ObjectCodec: TypeAlias = Literal["torch"]
 Action: TypeAlias = Literal["raise", "report", "ignore"]
@@ -62,8 +62,7 @@ class SavePolicy:
         (the whole file system, once per rank), ``"auto"`` (fsync, or syncfs where a rank writes many files).
     commit
         ``"rename"`` a finished sibling directory onto the path, ``"marker"``: write in place, the root
-        last, where there is none; ``"withdraw"``: as marker, but `overwrite` takes the root of the checkpoint there
-        away first, so that there is none until the new one is whole; ``"auto"``: rename where the store can.
+        last; ``"auto"``: rename where the store can.
     foreign
         Files of others at the path, such as the ``meta.pt`` that Lightning puts there: ``"refuse"`` the save, or
         ``"keep"`` them: they are linked into the new checkpoint, and are there at every moment. With `overwrite` it

@@ -30,7 +30,6 @@ CASES = {
     "marker": ("marker", "fsync", save),
     "keep": ("keep", "fsync", save),
     "marker syncfs": ("marker", "syncfs", save),
-    "withdraw": ("withdraw", "fsync", save),
     "async": ("overwrite", "fsync", lambda *arguments, **options: async_save(*arguments, **options).result(60)),
     "two ranks": ("overwrite", "fsync", save_by_two),
     "two ranks marker": ("marker", "syncfs", save_by_two),
@@ -79,9 +78,8 @@ def try_one(place, case, refusal):
     assert not failed or f"refused {first}" in told or first not in TOLD, (failed, refusal.refused)
     about = (case, refusal.at, refusal.how, refusal.refused, failed, said)
     assert all("refused" in text for text in said), about
-    # The caller is told truly which checkpoint is there; one that was withdrawn does not come back.
-    there = check_place(place, mode)
-    assert there in ((before, 0) if mode == "withdraw" else (before,)) if failed else there == 2, about
+    # The caller is told truly which checkpoint is there.
+    assert check_place(place, mode) == (before if failed else 2), about
     # Nothing is left without a word, but what a call has made that was said to have failed: `sweep` finds it.
     assert said or how_left(refusal) or everything(place) == whole(place, mode), about
-    assert check_recovery(place, mode) == there, about
+    assert check_recovery(place, mode) == (before if failed else 2), about

@@ -12,7 +12,6 @@ MODES = {
     "rename": ({"commit": "rename"}, False),
     "overwrite": ({"commit": "rename"}, True),
     "marker": ({"commit": "marker"}, False),
-    "withdraw": ({"commit": "withdraw"}, True),
     "keep": ({"commit": "rename", "foreign": "keep", "metadata_file": True}, True),
 }
 #: What others have put into the checkpoint that is overwritten, in the last mode.
@@ -48,7 +47,7 @@ def check_place(place, mode):
     try:
         loaded = load({"w": np.zeros((5, 3), "i4"), "edge": np.zeros(7, int), "step": 0}, place / "a")
     except errors.NotACheckpointError:
-        assert mode == "withdraw" or not MODES[mode][1], "the old checkpoint is gone"
+        assert not MODES[mode][1], "the old checkpoint is gone"
         return 0
     assert verify(place / "a").ok
     if mode == "keep":

@@ -31,6 +31,7 @@ from functional_ckpt.errors import (  # noqa: E402
     ObjectCodecError,
     ReplacedError,
 )
+from functional_ckpt.torch import halves  # noqa: E402
 from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from functional_ckpt.torch.serialization import (  # noqa: E402
     load,
@@ -94,6 +95,13 @@ def ours_saves(path, step, background=False):
         request.execute_sync()
 
 
+def without_exchange(path, step):
+    """Save on a file system that cannot exchange directories."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halves, "_can_be_exchanged", lambda _: False)
+        megatron_saves(path, step)
+
+
 #: Who has saved what lies there (nobody: it is empty), and who saves over it.
 CASES = {
     "megatron": (megatron_saves, megatron_saves),
@@ -102,6 +110,7 @@ CASES = {
     "ours background": (ours_saves, lambda path, step: ours_saves(path, step, True)),
     "megatron over ours": (ours_saves, megatron_saves),
     "ours over megatron": (megatron_saves, ours_saves),
+    "megatron without exchange": (megatron_saves, without_exchange),
     "megatron fresh": (None, megatron_saves),
     "ours fresh": (None, ours_saves),
 }
@@ -157,6 +166,8 @@ def check(path, saves):
     saves(path, 3)
     assert [megatron_loads(path), ours_loads(path)] == [(3, 3), (3, 3)]
     assert sorted(functional_ckpt.open_checkpoint(path)) == ["bias", "only.3", "rng/shard_0_1", "w"]
+    functional_ckpt.sweep(path.parent)
+    assert os.listdir(path.parent) == ["a"]
     assert not [name for name in os.listdir(path) if name.startswith(".") and name != ".common"]
     return found[1]
 
@@ -182,7 +193,7 @@ def killed(saves, path, at):
             os.kill(os.getpid(), signal.SIGKILL)
         return call.do()
 
-    with watched(path, stop):
+    with watched(path.parent, stop):
         saves(path, 2)
 
 
@@ -195,7 +206,7 @@ def victim(root, step):
         if before:
             assert forked(before, old, 1) == 0
         for at in range(number % step, 1000, step):  # cases begin elsewhere
-            path = root / case / str(at)
+            path = root / case / str(at) / "a"
             shutil.copytree(old, path)
             ended = forked(killed, saves, path, at)
             if ended != -signal.SIGKILL:
@@ -218,7 +229,7 @@ def check_case(case, root, last):
     before, saves = CASES[case]
     places = sorted((int(path.name), path) for path in (root / case).iterdir())
     assert places[-1][0] == last > 15, "the effects are no longer seen"
-    found = [check(path, saves) for _, path in places]
+    found = [check(path / "a", saves) for _, path in places]
     order = [1, 0, 2] if before else [0, 2]
     assert found == sorted(found, key=order.index), "what is withdrawn does not come back, what is published stays"
     assert set(found) - {1} == {0, 2}
@@ -284,7 +295,7 @@ def test_a_common_half_of_the_other_layout_does_not_stay(first, then, tmp_path):
     first(tmp_path, 1)
     then(tmp_path, 2)
     assert (tmp_path / "common.pt").exists() is (then is megatron_saves)
-    assert (tmp_path / ".common").exists() is (then is ours_saves)
+    assert (tmp_path / ".common" / "zarr.json").exists() is (then is ours_saves)
     (tmp_path / "metadata.json").unlink()
     assert ours_loads(tmp_path) == (2, 2)
 

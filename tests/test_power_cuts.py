@@ -15,7 +15,7 @@ from tests.disk import Cut, Log, files_below, is_aside, put
 from tests.places import MODES, check_recovery, put_foreign, run_save
 
 CASES = [(mode, durability) for mode in MODES for durability in ("fsync", "syncfs")]
-AT = {"rename": "new/deep/a", "marker": "new/deep/a", "overwrite": "a", "withdraw": "a", "keep": "a"}
+AT = {"rename": "new/deep/a", "marker": "new/deep/a", "overwrite": "a", "keep": "a"}
 
 
 def saved_by_two(place, mode, durability):
@@ -59,7 +59,7 @@ def violations(mode, logged, dropped=()):
             found = {name: data for name, data in at_path.items() if not is_aside(name)}
             if found == new or (count < len(log.steps) and found == old):
                 continue
-            if mode in ("marker", "withdraw") and count < len(log.steps) and can_be_swept(at_path):
+            if mode == "marker" and count < len(log.steps) and can_be_swept(at_path):
                 continue
             yield count, at_path
 

@@ -53,7 +53,6 @@ class Claim:
     path: Path | None
     _file: int | None
     _url: str | None = None
-    has_named: bool = attrs.field(default=False, init=False)
 
     @classmethod
     def take_in_memory(cls, url: str) -> "Claim":
@@ -116,12 +115,10 @@ class Claim:
 
     def name(self, nodes: Sequence[str], durable: bool = False) -> None:
         """Say which nodes are going to be written; until then a sweep removes nothing beside the claim."""
-        self.has_named = True
-        if durable and self.path is not None:
-            sync_directory(self.path.parent)  # first: what it named before is gone then, if the line is torn
         self._write({"nodes": list(nodes)})
         if durable and self.path is not None:
             os.fsync(self._file or 0)
+            sync_directory(self.path.parent)
 
     def set_aside(self) -> None:
         """Say that the save was given up, and keep what it named: a late rank may still add to that."""

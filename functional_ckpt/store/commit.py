@@ -4,12 +4,12 @@
 `overwrite` the two directories change places in one step and the old one is removed. Killed before the step, the old
 checkpoint survives; after it, the new one does.
 *marker*: written in place; the root ``zarr.json`` is created last, and only if there is none. Other files may live in
-the directory. *withdraw* is the same, but with `overwrite` the root that is there is taken away first.
+the directory.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,11 @@ from functional_ckpt.store.target import (
     ROOT,
     Replaceable,
     check_target,
-    committed_nodes,
     manifest_digest,
     put_in_place,
     synced,
 )
 from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id, working_name
-from functional_ckpt.store.withdraw import names_of_others, withdraw
 
 __all__ = [
     "MANIFEST",
@@ -108,8 +106,8 @@ def begin(
         mode = "rename" if store.capabilities.rename else "marker"
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
-    if mode in ("marker", "withdraw"):
-        return _begin_marker(store, overwrite, mode == "withdraw", save_id, names, durability)
+    if mode == "marker":
+        return _begin_marker(store, overwrite, save_id, names, durability)
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
@@ -236,9 +234,9 @@ def _remove_in_place(site: Site, claim: Claim | None, late: bool) -> None:
 
 
 def _begin_marker(
-    store: Store, overwrite: bool, withdraws: bool, save_id: str, nodes: Sequence[str], durability: str
+    store: Store, overwrite: bool, save_id: str, nodes: Sequence[str], durability: str
 ) -> tuple[Site, Claim | None]:
-    if store.nbytes_of(ROOT) is not None and not (overwrite and withdraws):
+    if store.nbytes_of(ROOT) is not None:
         raise AlreadyExistsError(
             "the path holds a committed checkpoint or Zarr group", path=store.url,
             remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
@@ -251,27 +249,21 @@ def _begin_marker(
         claim = Claim.take_in_memory(site.url) if path is None else Claim.take(path, save_id)
     try:
         with storage_errors("creating the directory to save to", site.url):
-            _clear_in_place(store, claim, nodes, durability != "none")
-            _check_names(store, nodes, store.names())
+            _clear_in_place(store, path)
+            _check_names(store, nodes)
             if path is not None:
-                # Only now: what lies there under these names is ours. One at least, where all is plain values.
-                claim.name([*nodes, MANIFEST], durability != "none")
+                claim.name(nodes, durability != "none")  # only now: what lies there under these names is ours
     except BaseException as error:
-        if claim.has_named:  # the checkpoint that was there may be half removed
-            add_notes(error, abandon(site, claim))
-        else:
-            claim.release_after(error)
+        claim.release_after(error)
         raise
     return site, claim
 
 
-def _clear_in_place(store: Store, claim: Claim, nodes: Sequence[str], durable: bool) -> None:
-    """Remove what dead saves have left, unless a live one is at work, and the checkpoint that is to be replaced."""
-    if claim.path is None:
-        _withdraw_committed(store, claim, nodes, durable)
+def _clear_in_place(store: Store, mine: Path | None) -> None:
+    """Remove what dead saves have left, unless a live one is at work."""
+    if mine is None:
         store.delete(leftover_names(store, ()))
         return
-    mine = claim.path
     # Looked for after taking ours: of two that begin at once, at least one sees the other.
     with dead_claims(mine.parent, mine.name) as (dead, live):
         if live:
@@ -279,27 +271,11 @@ def _clear_in_place(store: Store, claim: Claim, nodes: Sequence[str], durable: b
                 "another save to this path is running, or is being swept", path=str(mine.parent), found=live[0],
                 remedy="Save under a new path; delete the claim if that save is dead, on another machine",
             )  # fmt: skip
-        _withdraw_committed(store, claim, nodes, durable)
-        signs = [*dead, mine.name] if claim.has_named else dead
-        store.delete([name for name in leftover_names(store, signs) if name != mine.name])
+        store.delete(leftover_names(store, dead))
 
 
-def _withdraw_committed(store: Store, claim: Claim, nodes: Sequence[str], durable: bool) -> None:
-    if store.nbytes_of(ROOT) is None:
-        return
-    committed = committed_nodes(store)
-    if committed is None:
-        raise AlreadyExistsError(
-            "the path holds a Zarr group that is no checkpoint of functional_ckpt, or a damaged one", path=store.url,
-            remedy="Save under a new path; what is not known to be ours is never replaced",
-        )  # fmt: skip
-    _check_names(store, nodes, names_of_others(store, committed))  # before anything is lost
-    withdraw(store, claim, committed, durable)
-
-
-def _check_names(store: Store, nodes: Sequence[str], others: Iterable[str]) -> None:
-    """Raise if `others`, objects that are not ours, have names that the checkpoint needs."""
-    taken = sorted({name.partition("/")[0] for name in others} & {*nodes, MANIFEST, PROVENANCE})
+def _check_names(store: Store, nodes: Sequence[str]) -> None:
+    taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
     if taken:
         raise AlreadyExistsError(
             "names that the checkpoint needs are taken by others", path=store.url, found=", ".join(taken[:5]),

@@ -13,7 +13,7 @@ import xxhash
 
 from functional_ckpt.errors import AlreadyExistsError, CheckpointError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
-from functional_ckpt.store.base import Store, storage_errors
+from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.directories import (
     Identity,
     exchange_paths,
@@ -37,7 +37,6 @@ __all__ = [
     "ROOT",
     "Replaceable",
     "check_target",
-    "committed_nodes",
     "exchange",
     "is_of_dcp",
     "manifest_digest",
@@ -114,7 +113,7 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
             remedy="Save to a directory below it, or use commit='marker'",
         )  # fmt: skip
     names = sorted(path.name for path in final.iterdir())
-    nodes = committed_nodes(FileStore(final)) if ROOT in names and MANIFEST in names else None
+    nodes = _committed_nodes(final) if ROOT in names and MANIFEST in names else None
     foreign = _foreign_names(final, names, nodes)
     if overwrite and needed is not None:
         foreign = [name for name in foreign if not is_of_dcp(final / name)]
@@ -137,8 +136,9 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
     return tuple(foreign)
 
 
-def committed_nodes(store: Store) -> frozenset[str] | None:
-    """Return the directories of the arrays of the committed checkpoint in a store; None if there is none."""
+def _committed_nodes(final: Path) -> frozenset[str] | None:
+    """Return the directories of the arrays of the committed checkpoint at a path; None if there is none."""
+    store = FileStore(final)
     data, text = store.read(MANIFEST) or b"", store.read(ROOT) or b""
     try:
         root = json.loads(text)

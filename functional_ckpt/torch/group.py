@@ -141,7 +141,7 @@ class TorchGather:
         found = [pickle.loads(text) for text in texts]  # noqa: S301 - from our own ranks, never from storage
         for rank, (picklable, answer) in enumerate(found):
             if not picklable:
-                raise RankFailedError("a value cannot be pickled, to send it to the other ranks", None, rank, found=answer)
+                raise RankFailedError("a value that others need cannot be pickled", None, rank, found=answer)
         return [answer for _, answer in found]
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:

@@ -11,13 +11,17 @@ from typing import Any
 
 import xxhash
 
-from functional_ckpt.errors import CorruptionError
+from functional_ckpt.errors import CorruptionError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
+from functional_ckpt.policy import Commit
 from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import MANIFEST, ROOT
-from functional_ckpt.store.directories import remove_tree
-from functional_ckpt.store.opening import directory_of, open_store
+from functional_ckpt.store.directories import exchange_paths, is_mount_point, remove_tree, sync_directory
+from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
 from functional_ckpt.torch.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "attributes_for",
     "below",
     "check_halves",
+    "commit_over",
     "format_of",
     "is_without_halves",
     "make_way",
@@ -136,16 +141,62 @@ def root_of(checkpoint_dir: str | Path) -> bytes | None:
 
 
 def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
-    """Make what a directory holds no checkpoint of Megatron's any more, and remove `stale` halves of another layout."""
+    """Make what a directory holds no checkpoint of Megatron's any more, and remove `stale` halves.
+
+    Their directories stay, empty: they tell that a root beside them is half of a checkpoint.
+    """
     directory = directory_of(checkpoint_dir)
     if directory is None:
         return
     with storage_errors("making way for a save", str(directory)):
         for name in (CONFIG_FNAME, *stale):
-            if os.path.isdir(directory / name):
-                remove_tree(directory / name)
-            else:
-                (directory / name).unlink(missing_ok=True)
+            path = directory / name
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+                continue
+            for inner in path.iterdir():
+                remove_tree(inner) if inner.is_dir() else inner.unlink()
+
+
+def commit_over(checkpoint_dir: str | Path) -> Commit:
+    """Return how to commit a sharded half: in place, or in one step instead of the one that is there.
+
+    Where directories cannot be exchanged, the root that is there is removed: what is left is that of a dead save, whose
+    claim names it.
+    """
+    store = open_store(checkpoint_dir)
+    if store.nbytes_of(ROOT) is None or not store.capabilities.rename:
+        return "marker"
+    final = local_path(checkpoint_dir).resolve()
+    with storage_errors("making way for a save", str(final)):
+        if _can_be_exchanged(final):
+            return "rename"
+        nodes = [node_name(entry.spec.key) for entry in read_manifest(checkpoint_dir).arrays]
+        save_id = new_save_id()
+        claim = Claim.take(final / claim_name(save_id), save_id)
+        try:
+            claim.name([*nodes, MANIFEST], durable=True)
+            os.unlink(final / ROOT)
+            sync_directory(final)
+        finally:
+            claim.drop()
+    return "marker"
+
+
+def _can_be_exchanged(final: Path) -> bool:
+    if is_mount_point(final) or os.path.samefile(final, "."):
+        return False
+    work = final.parent / working_name(final.name, new_save_id())
+    one, other = work / "one", work / "other"
+    try:
+        for directory in (work, one, other):
+            os.mkdir(directory)
+        exchange_paths(one, other)
+    except (OSError, StorageError):
+        return False
+    finally:
+        remove_tree(work)
+    return True
 
 
 def below(checkpoint_dir: str | Path, name: str) -> str:

@@ -17,7 +17,7 @@ from functional_ckpt.comm import Gather, LocalGather, agree, together
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.pending import PendingSave
 from functional_ckpt.plan.layout import LayoutPolicy
-from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
+from functional_ckpt.policy import Commit, LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.halves import (
@@ -29,6 +29,7 @@ from functional_ckpt.torch.halves import (
     attributes_for,
     below,
     check_halves,
+    commit_over,
     is_without_halves,
     make_way,
 )
@@ -79,7 +80,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     backend, version
         What the format is called.
     policy
-        How to save. Who writes is declared by replica ids, and the commit is ``withdraw``, whatever it says.
+        How to save. Who writes is declared by replica ids, a checkpoint is replaced, and files of others are kept,
+        whatever it says.
     process_group
         Ranks that save together; None for the default group.
     common_file
@@ -103,7 +105,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     ) -> None:
         super().__init__(backend, version)
         check_policy(self, policy, SavePolicy)
-        self.policy = attrs.evolve(policy, replicas="declared", replicated="trust", commit="withdraw")
+        self.policy = attrs.evolve(policy, replicas="declared", replicated="trust", foreign="keep")
         self.process_group = process_group
         self.common_file = common_file
 
@@ -121,8 +123,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             On every rank, with all problems at once: cells that no main copy covers or two do, names that others have
             taken, and so on. Nothing is published then.
         """
-        leaves, attributes = self._described(sharded_state_dict, checkpoint_dir)
-        save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group, overwrite=True,
+        leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
+        save(leaves, checkpoint_dir, policy=policy, process_group=self.process_group, overwrite=True,
              attributes=attributes)  # fmt: skip
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
@@ -145,8 +147,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank, for what is found before the copy.
         """
-        leaves, attributes = self._described(sharded_state_dict, checkpoint_dir)
-        return async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group, overwrite=True,
+        leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
+        return async_save(leaves, checkpoint_dir, policy=policy, process_group=self.process_group, overwrite=True,
                           attributes=attributes)  # fmt: skip
 
     def gather(self, checkpoint_dir: str | Path) -> Gather:
@@ -154,21 +156,26 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         what = f"save of sharded leaves to {named(checkpoint_dir)}"
         return torch_gather(self.process_group, self.policy.timeout_s, "leaves", what)
 
-    def _described(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> tuple[Any, Any]:
-        """Return this rank's leaves, and attributes that bind what lies beside them, which rank 0 looks at."""
+    def _described(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> tuple[Any, dict[str, Any] | None, SavePolicy]:
+        """Return this rank's leaves, attributes that bind what lies beside them, and how to commit.
+
+        Rank 0 looks at the directory.
+        """
         gather = self.gather(checkpoint_dir)
         leaves: list[Any] = []
 
-        def describe() -> dict[str, Any] | None:
+        def describe() -> tuple[dict[str, Any] | None, Commit] | None:
             leaves.append(leaves_to_save(sharded_state_dict))
             if gather.rank:
                 return None
             if self.common_file is not None:
                 make_way(checkpoint_dir, COMMON, OBJECTS)
-            return attributes_for(checkpoint_dir)
+            return attributes_for(checkpoint_dir), commit_over(checkpoint_dir)
 
-        attributes = together(gather, describe)[0]
-        return leaves[0], attributes
+        attributes, commit = together(gather, describe)[0] or (None, "marker")
+        return leaves[0], attributes, attrs.evolve(self.policy, commit=commit)
 
 
 class _Compatible:
@@ -283,7 +290,7 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
     def __init__(self, backend: str = BACKEND, version: int = VERSION, *, policy: SavePolicy = SavePolicy()) -> None:
         super().__init__(backend, version)
         check_policy(self, policy, SavePolicy)
-        self.policy = attrs.evolve(policy, object_codec="torch", commit="withdraw")
+        self.policy = attrs.evolve(policy, object_codec="torch", commit="marker")
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -303,9 +310,9 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
 
         def write() -> None:
             if gather.rank == 0:
-                make_way(checkpoint_dir, COMMON_FILE, OBJECTS)
+                make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)
                 save(_sealed(common_state_dict), below(checkpoint_dir, COMMON), policy=self.policy,
-                     process_group=LocalGather(), overwrite=True)  # fmt: skip
+                     process_group=LocalGather())  # fmt: skip
 
         agree(gather, write)
 
