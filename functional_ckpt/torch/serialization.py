@@ -125,7 +125,7 @@ def save(
         parts = agree(gather, lambda: Parts.of(state))
         if validate_access_integrity:
             _check_integrity(parts, gather, preprocess_common_before_consistancy_check)
-        agree(gather, lambda: gather.rank == 0 and _clear(local_path(checkpoint_dir), sharded_saver.backend))
+        agree(gather, lambda: _clear(local_path(checkpoint_dir), sharded_saver.backend, gather.rank == 0))
         common_saver.save_common(parts.common, checkpoint_dir)
         sharded = parts.sharded
         if not sharded_saver.can_handle_sharded_objects:
@@ -186,10 +186,10 @@ def load(
     with turn_of(gather):
         mode = agree(gather, lambda: parse_strict_flag(strict))
         first = gather.rank == 0
-        root, *loaders = agree(
-            gather, lambda: (first and root_of(checkpoint_dir),
-                             *_loaders(checkpoint_dir, sharded_strategy, common_strategy, first))
-        )  # fmt: skip
+        root, loaders = agree(gather, lambda: (
+            root_of(checkpoint_dir) if first else None,
+            _loaders(checkpoint_dir, sharded_strategy, common_strategy, first),
+        ))  # fmt: skip
         sharded_loader, common_loader = loaders
         common = agree(gather, lambda: common_loader.load_common(checkpoint_dir))
         parts = agree(gather, lambda: Parts.of(sharded_state_dict))
@@ -210,8 +210,13 @@ def load(
             found.append(common_loader.load_sharded_objects(objects_of(sharded), checkpoint_dir))
             sharded = tensors_of(sharded)
         found.append(sharded_loader.load(sharded, checkpoint_dir))
-        agree(gather, lambda: first and _require_root(checkpoint_dir, root))
-        result = agree(gather, lambda: assembled(common, found, parts))
+
+        def finish() -> StateDict:
+            if first:
+                _require_root(checkpoint_dir, root)
+            return assembled(common, found, parts)
+
+        result = agree(gather, finish)
         return (result, missing, unexpected) if mode.returns_keys else result
 
 
@@ -384,8 +389,10 @@ def _check_integrity(parts: Parts, gather: Gather, preprocess: Callable[[CommonS
     validate_sharding_integrity(parts.sharded, gather)
 
 
-def _clear(path: Path, backend: str) -> None:
+def _clear(path: Path, backend: str, coordinates: bool) -> None:
     """Make the directory, and what it holds no checkpoint; raise if that is one of another format."""
+    if not coordinates:
+        return
     try:
         found = maybe_load_config(path)
     except CorruptionError:  # torn: it stands for nothing
