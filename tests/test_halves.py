@@ -31,6 +31,7 @@ from functional_ckpt.errors import (  # noqa: E402
     ObjectCodecError,
     ReplacedError,
 )
+from functional_ckpt.store.commit import begin  # noqa: E402
 from functional_ckpt.torch import halves  # noqa: E402
 from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from functional_ckpt.torch.serialization import (  # noqa: E402
@@ -332,6 +333,16 @@ def test_over_another_format_there_is_none_until_the_end(tmp_path):
         strategy.save({"w": ShardedTensor("w", None, torch.float32, (2,), (2,), (0,), None)}, tmp_path)
     strategy.save({"w": tensor("w", torch.ones(2))}, tmp_path)
     assert not (tmp_path / "metadata.json").exists()
+
+
+def test_what_a_killed_save_leaves_is_called_so(tmp_path):
+    """Megatron's common.pt is there, and what Megatron loads is not."""
+    write_in_place(tmp_path / "common.pt", b"PK")
+    _, claim = begin(tmp_path, "marker", False, ["w"])
+    claim.drop()
+    for read in (ours_loads, functional_ckpt.open_checkpoint):
+        with pytest.raises(NotACheckpointError, match="a save that did not finish"):
+            read(tmp_path)
 
 
 def test_a_save_that_is_refused_loses_nothing(tmp_path):
