@@ -49,7 +49,10 @@ from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
     ZarrSaveCommonStrategy,
     ZarrSaveShardedStrategy,
 )
+from tests.disk import Cut, files_below, is_aside  # noqa: E402
 from tests.effects import EFFECTS, REAL, watched  # noqa: E402
+from tests.places import run_save  # noqa: E402
+from tests.test_power_cuts import can_be_swept, logged  # noqa: E402
 
 ONLY = functional_ckpt.LoadPolicy(strict=functional_ckpt.Strict(unexpected="ignore"))
 FAST = functional_ckpt.SavePolicy(durability="none")
@@ -251,6 +254,50 @@ def test_killed_at_some_effects(case, left):
     """`tox -e soak` kills at every one."""
     root, last = left
     check_case(case, root, last[case])
+
+
+# --- where directories cannot be exchanged ---
+
+
+def removed_first(place, mode, durability):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halves, "_can_be_exchanged", lambda _: False)
+        assert halves.commit_over(place / "a") == "marker"
+    run_save(place, "marker", durability)
+
+
+def broken(logged, dropped=()):
+    """Yield the moments at which a power cut leaves neither checkpoint nor what the next save clears."""
+    log, old, new = logged
+    for count in range(len(log.steps) + 1):
+        for image in Cut(log, count, dropped).images():
+            there = files_below(image, "a")
+            found = {name: data for name, data in there.items() if not is_aside(name)}
+            if found not in (old, new) and not can_be_swept(there):
+                yield count, there
+
+
+def test_a_power_cut_leaves_what_the_next_save_clears():
+    found = logged("overwrite", "fsync", removed_first)
+    assert next(broken(found), None) is None
+    needless = [found[0].steps[at] for at in found[0].syncs() if next(broken(found, {at}), None) is None]
+    assert needless == []
+
+
+def test_where_directories_are_exchanged(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    assert halves._can_be_exchanged(tmp_path / "a")
+    assert os.listdir(tmp_path) == ["a"]
+    monkeypatch.chdir(tmp_path / "a")
+    assert not halves._can_be_exchanged(tmp_path / "a")
+
+    def cannot(*_):
+        raise functional_ckpt.errors.StorageError("two directories could not be exchanged")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(halves, "exchange_paths", cannot)
+    assert not halves._can_be_exchanged(tmp_path / "a")
+    assert os.listdir(tmp_path) == ["a"]
 
 
 # --- what is bound ---

@@ -6,6 +6,7 @@ digests of it: in the time between two saves to one directory they do not agree,
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import xxhash
 from functional_ckpt.errors import CorruptionError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.policy import Commit
-from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import MANIFEST, ROOT
 from functional_ckpt.store.directories import exchange_paths, is_mount_point, remove_tree, sync_directory
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.sweep import leftover_names
 from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
 from functional_ckpt.torch.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 
@@ -161,8 +163,7 @@ def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
 def commit_over(checkpoint_dir: str | Path) -> Commit:
     """Return how to commit a sharded half: in place, or in one step instead of the one that is there.
 
-    Where directories cannot be exchanged, the root that is there is removed: what is left is that of a dead save, whose
-    claim names it.
+    Where directories cannot be exchanged, the one that is there is removed.
     """
     store = open_store(checkpoint_dir)
     if store.nbytes_of(ROOT) is None or not store.capabilities.rename:
@@ -171,16 +172,24 @@ def commit_over(checkpoint_dir: str | Path) -> Commit:
     with storage_errors("making way for a save", str(final)):
         if _can_be_exchanged(final):
             return "rename"
-        nodes = [node_name(entry.spec.key) for entry in read_manifest(checkpoint_dir).arrays]
-        save_id = new_save_id()
-        claim = Claim.take(final / claim_name(save_id), save_id)
-        try:
-            claim.name([*nodes, MANIFEST], durable=True)
-            os.unlink(final / ROOT)
-            sync_directory(final)
-        finally:
-            claim.drop()
+        _remove(store, final, [node_name(entry.spec.key) for entry in read_manifest(final).arrays])
     return "marker"
+
+
+def _remove(store: Store, final: Path, nodes: Sequence[str]) -> None:
+    """Remove a sharded half, its root first; one that is half removed is what a dead save has left, by its claim."""
+    save_id = new_save_id()
+    claim = Claim.take(final / claim_name(save_id), save_id)
+    try:
+        claim.name([*nodes, MANIFEST], durable=True)
+        os.unlink(final / ROOT)
+        sync_directory(final)
+        mine = claim_name(save_id)
+        store.delete([name for name in leftover_names(store, [mine]) if name != mine])
+        sync_directory(final)  # a power cut must not bring back what no claim names
+        claim.release()
+    finally:
+        claim.drop()
 
 
 def _can_be_exchanged(final: Path) -> bool:
