@@ -21,7 +21,7 @@ INCLUDE = re.compile(r'^--8<--(?: "|\n)([^":\n]+)(?::([a-z_0-9:]+))?(?:"|\n--8<-
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 INCLUDED = [(page, *found) for page in PAGES for found in INCLUDE.findall(page.read_text())]
-# The first is what look_* look into; tests/mp/test_megatron*.py run those of Megatron, tests/programs those of programs.
+# The first is what look_* look into; tests of Megatron and of programs run the others.
 NOT_RUN_HERE = (
     "look_saved.py",
     *(path.name for path in SNIPPETS.glob("megatron_*.py")),
