@@ -9,7 +9,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _async_process_executor, _storage_utils, format_utils
+from torch.distributed.checkpoint import _storage_utils, format_utils
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from functional_ckpt.arguments import check_policy
@@ -20,6 +20,11 @@ from functional_ckpt.store.target import METADATA_FILE, ROOT, is_of_dcp
 from functional_ckpt.torch.dcp import LoadPlan, Metadata, StorageReader, StorageWriter
 from functional_ckpt.torch.planner import check_unused
 from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter
+
+try:
+    from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+except ImportError:  # older versions save in threads only
+    _AsyncCheckpointProcess = None  # type: ignore[assignment, misc]
 
 __all__ = ["INSTALLED_SAVE_POLICY", "Installed", "install"]
 
@@ -44,7 +49,8 @@ class Installed:
         for module in _MODULES:
             for name, value in self._classes.items():
                 self._replace(module, name, value)
-        self._replace(_async_process_executor._AsyncCheckpointProcess, "save", _with_writer(writer))
+        if _AsyncCheckpointProcess is not None:
+            self._replace(_AsyncCheckpointProcess, "save", _with_writer(writer, _AsyncCheckpointProcess.save))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._before.append((owner, name, getattr(owner, name)))
@@ -148,9 +154,8 @@ def _plain_writer(path: str, policy: SavePolicy, overwrite: bool, state: dict[st
     return writer
 
 
-def _with_writer(writer: type[StorageWriter]) -> Any:
-    """Return what sends a save to the process of `async_save`, with a writer if none was given."""
-    before = _async_process_executor._AsyncCheckpointProcess.save
+def _with_writer(writer: type[StorageWriter], before: Any) -> Any:
+    """Return what sends a save to the process of `async_save` as `before` does, with a writer if none was given."""
 
     def save(process: Any, staged_state_dict: Any, **options: Any) -> Any:
         path = options.get("checkpoint_id")
