@@ -15,6 +15,8 @@ import pytest
 import functional_ckpt
 from functional_ckpt import SavePolicy, async_save, errors, load, open_checkpoint, save, sweep, verify
 from functional_ckpt.store.claim import Claim, is_live
+from functional_ckpt.store.commit import begin
+from functional_ckpt.store.opening import open_store
 
 MARKER = SavePolicy(commit="marker", durability="none")
 ID = "abcdefghijklmnop"
@@ -300,3 +302,13 @@ def test_marker_mode_does_not_write_among_names_of_others(name, tmp_path, fast):
     with pytest.raises(errors.AlreadyExistsError, match="taken"):
         save({"w": np.ones(3)}, tmp_path / "a", policy=attrs.evolve(fast, commit="marker"))
     assert [p.name for p in (tmp_path / "a").rglob("*")] == [name, "mine"]
+
+
+def test_a_killed_marker_save_of_plain_values_can_be_repeated(tmp_path):
+    """It has no node to name, and yet its manifest is told from that of others."""
+    store = open_store(tmp_path)
+    _, claim = begin(tmp_path, "marker", False, [])
+    store.create("manifest.json", [memoryview(b'{"aliases":[')], 12)
+    claim.drop()
+    save({"step": 1}, tmp_path, policy=MARKER)
+    assert open_checkpoint(tmp_path).state() == {"step": 1}

@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 
 import functional_ckpt  # noqa: E402
 from functional_ckpt.errors import (  # noqa: E402
-    AlreadyExistsError,
     CastError,
     DuplicateKeyError,
     NotACheckpointError,
@@ -264,15 +263,11 @@ def test_what_is_no_checkpoint(tmp_path):
         load({}, tmp_path)
 
 
-def test_a_checkpoint_is_not_saved_over(tmp_path, tree_bytes):
+def test_a_checkpoint_is_saved_over(tmp_path):
     path = saved(tmp_path / "a")
-    before = tree_bytes(path)
-    with pytest.raises(AlreadyExistsError):
-        save(request("c"), path)
-    (path / "metadata.json").unlink()
-    with pytest.raises(AlreadyExistsError):
-        save({**request("c"), "step": 1}, path)
-    assert {**before, "metadata.json": 0} == {**tree_bytes(path), "metadata.json": 0}
+    save({"c": tensor("c", torch.ones(2)), "step": 1}, path)
+    assert load(request("c"), path)["step"] == 1
+    assert list(load_tensors_metadata(path)) == ["c"]
 
 
 def test_a_save_that_failed_leaves_a_place_for_the_next(tmp_path):

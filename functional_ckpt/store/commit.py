@@ -252,7 +252,8 @@ def _begin_marker(
             _clear_in_place(store, path)
             _check_names(store, nodes)
             if path is not None:
-                claim.name(nodes, durability != "none")  # only now: what lies there under these names is ours
+                # Only now: what lies there under these names is ours. One at least, where all is plain values.
+                claim.name([*nodes, MANIFEST], durability != "none")
     except BaseException as error:
         claim.release_after(error)
         raise

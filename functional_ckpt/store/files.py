@@ -55,7 +55,8 @@ class _Directory:
             os.close(file)
 
     def __del__(self) -> None:
-        self.close()
+        with suppress(OSError):  # nobody could catch it, and nothing was written
+            self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens what is there then; the reader finds out whether it is the same.

@@ -88,14 +88,16 @@ def _without_root(store: Store) -> NotACheckpointError:
     if file is not None:
         return NotACheckpointError("a file is no checkpoint", path=store.url, found=file.name, remedy=file.remedy)
     names = list(islice(store.names(), _MAX_NAMES))
-    foreign = _format_of_directory(store, names)
+    # A claim is left by a save that was killed, whatever others have put beside it.
+    begun = any(is_claim_name(name) or name == f"zarr.json{NEW}" for name in names)
+    foreign = None if begun else _format_of_directory(store, names)
     if foreign is not None:
         found, remedy = foreign.name, foreign.remedy
     elif not names:
         found, remedy = "nothing", "Check the path"
     elif below := sorted(set(_below(names)))[:3]:
         found, remedy = f"checkpoints in it: {', '.join(below)}", "Pass the path of one of them"
-    elif any(name in _OURS or is_claim_name(name) or (name.count("/") == 1 and _is_of_node(name)) for name in names):
+    elif begun or any(name in _OURS or (name.count("/") == 1 and _is_of_node(name)) for name in names):
         found = "no root: a save that did not finish, or was partly deleted"
         remedy = "Load another checkpoint; functional_ckpt.sweep removes leftovers"
     else:

@@ -8,6 +8,7 @@ import attrs
 
 from functional_ckpt.errors import CorruptionError
 from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.directories import sync_directory
 from functional_ckpt.store.opening import directory_of, local_path
 from functional_ckpt.torch.sharded_base import CheckpointingException
 
@@ -18,6 +19,7 @@ __all__ = [
     "check_is_distributed_checkpoint",
     "maybe_load_config",
     "save_config",
+    "write_whole",
 ]
 
 CONFIG_FNAME = "metadata.json"
@@ -83,11 +85,28 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
     >>> maybe_load_config(path).sharded_backend
     'functional_ckpt'
     """
-    path = local_path(checkpoint_dir) / CONFIG_FNAME
+    write_whole(local_path(checkpoint_dir) / CONFIG_FNAME, json.dumps(attrs.asdict(config)).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all, in place of one that is there; it survives a power cut.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "a")
+    >>> write_whole(path, b"1"), write_whole(path, b"2"), path.read_bytes()
+    (None, None, b'2')
+    """
     with storage_errors("writing", str(path)):
-        new = path.with_name(f".{CONFIG_FNAME}.new")
-        with new.open("w") as file:
-            json.dump(attrs.asdict(config), file)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        new = path.with_name(f".{path.name}.new")
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(file, data[written:])
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.rename(new, path)
+        sync_directory(path.parent)

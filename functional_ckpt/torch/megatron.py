@@ -6,6 +6,7 @@ thread of the training process: what Megatron forks or spawns only waits for it,
 in a forked child.
 """
 
+import io
 import os
 import shutil
 import tempfile
@@ -41,6 +42,8 @@ from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.torch import sharded_object
 from functional_ckpt.torch.advice import advising
 from functional_ckpt.torch.arrival import has_been_checked, wait_for_rank_0
+from functional_ckpt.torch.core import write_whole
+from functional_ckpt.torch.halves import COMMON_FILE, check_halves
 from functional_ckpt.torch.sharded_base import is_main_replica
 from functional_ckpt.torch.state_tree import leaves_of
 from functional_ckpt.torch.strategies.zarr import (
@@ -48,6 +51,7 @@ from functional_ckpt.torch.strategies.zarr import (
     LOAD_POLICY,
     SAVE_POLICY,
     VERSION,
+    ZarrLoadCommonStrategy,
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
@@ -56,8 +60,8 @@ __all__ = ["ZarrLoadStrategy", "ZarrSaveStrategy"]
 
 _POLL_S = 0.05
 _ENTRANCES = (serialization.save.__code__, serialization.load.__code__)
-#: Key of the object as which 0.19 and later hand over the common half, and the file where all versions look for it.
-_COMMON_KEY, _COMMON_FILE = "common_state", "common.pt"
+#: Key of the object as which 0.19 and later hand over the common half; all versions look for it in its file.
+_COMMON_KEY = "common_state"
 
 
 class ZarrSaveStrategy(AsyncSaveShardedStrategy):
@@ -87,7 +91,9 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
         process_group: Any = None,
     ) -> None:
         self.backend, self.version = backend, version  # by hand: 0.17 and 0.18 warn of their base class
-        self._saver = ZarrSaveShardedStrategy(backend, version, policy=policy, process_group=process_group)
+        self._saver = ZarrSaveShardedStrategy(
+            backend, version, policy=policy, process_group=process_group, common_file=COMMON_FILE
+        )
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.backend}, {self.version})"
@@ -137,7 +143,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
     def _await(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         if has_been_checked(_ENTRANCES):
             what, count = f"save to {named(checkpoint_dir)}", sum(1 for _ in leaves_of(sharded_state_dict))
-            sign = Path(checkpoint_dir, "common.pt")
+            sign = Path(checkpoint_dir, COMMON_FILE)
             wait_for_rank_0(self._saver.process_group, self._saver.policy.timeout_s, what, count, sign)
 
     def _sharded(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
@@ -211,6 +217,15 @@ class ZarrLoadStrategy(LoadShardedStrategy):
             self._loader.check_version_compatibility(loaded_version)
 
 
+class _LoadCommon(ZarrLoadCommonStrategy):
+    """Loads the common half of what `functional_ckpt.torch.serialization.save` wrote."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> Any:
+        with _theirs():
+            check_halves(checkpoint_dir)
+            return super().load_common(checkpoint_dir)
+
+
 def wait_for(done: str, writer: int) -> None:
     """Wait until the file `done` is there, or the process `writer`, whose thread makes it, is gone.
 
@@ -251,7 +266,9 @@ def _without_common(sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
     """Write the common half to the file that Megatron itself reads it from, and return the rest."""
     common = sharded_state_dict[_COMMON_KEY]
     if is_main_replica(common.replica_id):
-        torch.save(common.data, Path(checkpoint_dir, _COMMON_FILE))
+        data = io.BytesIO()
+        torch.save(common.data, data)
+        write_whole(Path(checkpoint_dir, COMMON_FILE), data.getvalue())
     return {key: part for key, part in sharded_state_dict.items() if key != _COMMON_KEY}
 
 
@@ -269,6 +286,7 @@ def _register() -> None:
         return
     register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveStrategy())
     register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, ZarrLoadStrategy())
+    register_default_strategy(StrategyAction.LOAD_COMMON, BACKEND, VERSION, _LoadCommon())
 
 
 _register()

@@ -10,12 +10,20 @@ from typing import Any, TypeAlias
 
 from functional_ckpt.api import named
 from functional_ckpt.comm import Gather, agree, turn_of
-from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, SpecError
+from functional_ckpt.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    NotACheckpointError,
+    PolicyError,
+    ReplacedError,
+    SpecError,
+)
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.torch.core import CheckpointingConfig, maybe_load_config, save_config
 from functional_ckpt.torch.group import torch_gather
+from functional_ckpt.torch.halves import BACKEND, VERSION, check_halves, format_of, make_way, root_of
 from functional_ckpt.torch.sharded_base import CommonStateDict, ShardedStateDict, StateDict
 from functional_ckpt.torch.state_parts import Parts, assembled, objects_of, tensors_of
 from functional_ckpt.torch.strategies.async_calls import AsyncRequest
@@ -31,7 +39,6 @@ from functional_ckpt.torch.strategies.base import (
     get_default_strategy,
 )
 from functional_ckpt.torch.strategies.fully_parallel import knowing
-from functional_ckpt.torch.strategies.zarr import BACKEND, VERSION, is_without_halves
 from functional_ckpt.torch.validation import (
     StrictHandling,
     check_integrity,
@@ -77,14 +84,15 @@ def save(
 ) -> AsyncRequest | None:
     """Save a state dict; all ranks of the default process group call it.
 
-    The checkpoint is there once ``metadata.json`` is, which is written last.
+    The checkpoint is there once its root is; ``metadata.json``, which Megatron looks for, follows. One that lies in the
+    directory is replaced: from when its parts are first touched until the new one is whole, there is none.
 
     Parameters
     ----------
     sharded_state_dict
         What this rank holds.
     checkpoint_dir
-        Directory, made if need be. It must not hold a checkpoint; what a save that failed has left is replaced.
+        Directory, made if need be. It must not hold a checkpoint of another format.
     sharded_strategy, common_strategy
         A strategy, or the ``(backend, version)`` of a registered one; the built-in ones if None.
     validate_access_integrity
@@ -120,10 +128,10 @@ def save(
     gather = _gather("save", checkpoint_dir)
     with turn_of(gather):
         parts = agree(gather, lambda: Parts.of(state))
-        agree(gather, lambda: _check_directory(local_path(checkpoint_dir), gather.rank == 0))
         held = None
         if validate_access_integrity:
             held = check_integrity(parts.sharded, parts.common, gather, preprocess_common_before_consistancy_check)
+        agree(gather, lambda: _clear(local_path(checkpoint_dir), sharded_saver.backend, gather.rank == 0))
         common_saver.save_common(parts.common, checkpoint_dir)
         sharded = parts.sharded
         if not sharded_saver.can_handle_sharded_objects:
@@ -185,7 +193,11 @@ def load(
     gather = _gather("load", checkpoint_dir)
     with turn_of(gather):
         mode = agree(gather, lambda: parse_strict_flag(strict))
-        loaders = agree(gather, lambda: _loaders(checkpoint_dir, sharded_strategy, common_strategy))
+        first = gather.rank == 0
+        root, loaders = agree(gather, lambda: (
+            root_of(checkpoint_dir) if first else None,
+            _loaders(checkpoint_dir, sharded_strategy, common_strategy, first),
+        ))  # fmt: skip
         sharded_loader, common_loader = loaders
         common = agree(gather, lambda: common_loader.load_common(checkpoint_dir))
         parts = agree(gather, lambda: Parts.of(sharded_state_dict))
@@ -206,7 +218,13 @@ def load(
             found.append(common_loader.load_sharded_objects(objects_of(sharded), checkpoint_dir))
             sharded = tensors_of(sharded)
         found.append(sharded_loader.load(sharded, checkpoint_dir))
-        result = agree(gather, lambda: assembled(common, found, parts))
+
+        def finish() -> StateDict:
+            if first:
+                _require_root(checkpoint_dir, root)
+            return assembled(common, found, parts)
+
+        result = agree(gather, finish)
         return (result, missing, unexpected) if mode.returns_keys else result
 
 
@@ -351,12 +369,10 @@ def _strategy(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
 
 
 def _loaders(
-    checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any
+    checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any, checks: bool = True
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies, which agree to read what ``metadata.json`` names; only ours write no such file."""
-    config = maybe_load_config(checkpoint_dir)
-    if config is None and is_without_halves(checkpoint_dir):
-        config = CheckpointingConfig(BACKEND, VERSION, BACKEND, VERSION)
+    """Return the strategies, which agree to read what lies in the directory: the halves of one save."""
+    config = format_of(checkpoint_dir)
     if config is None:
         directory = directory_of(checkpoint_dir)
         there = directory is not None and directory.is_dir()
@@ -373,13 +389,30 @@ def _loaders(
     for loader, (backend, version) in ((sharded_loader, kept), (common_loader, common)):
         loader.check_backend_compatibility(backend)
         loader.check_version_compatibility(version)
+    if config.sharded_backend == BACKEND and checks:
+        check_halves(checkpoint_dir)
     return sharded_loader, common_loader
 
 
-def _check_directory(path: Path, coordinates: bool) -> None:
+def _require_root(checkpoint_dir: str | Path, root: bytes | None) -> None:
+    if root_of(checkpoint_dir) != root:
+        raise ReplacedError("the checkpoint was replaced or removed while its halves were loaded",
+                            path=str(checkpoint_dir), remedy="If it was overwritten, load it again")  # fmt: skip
+
+
+def _clear(path: Path, backend: str, coordinates: bool) -> None:
+    """Make the directory, and what it holds no checkpoint; raise if that is one of another format."""
     if not coordinates:
         return
-    if maybe_load_config(path) is not None:
-        raise AlreadyExistsError("the directory holds a checkpoint", path=str(path), remedy="Save to another directory")
+    try:
+        found = maybe_load_config(path)
+    except CorruptionError:  # torn: it stands for nothing
+        found = None
+    if found is not None and found.sharded_backend != backend:
+        raise AlreadyExistsError(
+            "the directory holds a checkpoint of another format", path=str(path), expected=backend,
+            found=found.sharded_backend, remedy="Save to another directory",
+        )  # fmt: skip
     with storage_errors("creating the directory to save to", str(path)):
         path.mkdir(parents=True, exist_ok=True)
+    make_way(path)

@@ -10,8 +10,11 @@ VOCABULARY, LENGTH, BATCH = 66, 8, 4
 BUCKET = 700
 
 
-def gpt(tp, pp, dtype=torch.float32, ep=1, experts=None, **sizes):
-    """Return this rank's part of the model below DDP, and its optimizer; `experts` are dealt to `ep` ranks."""
+def gpt(tp, pp, dtype=torch.float32, ep=1, experts=None, distributed=True, **sizes):
+    """Return this rank's part of the model below DDP, and its optimizer; `experts` are dealt to `ep` ranks.
+
+    `distributed` says of what kind the optimizer is.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -44,12 +47,12 @@ def gpt(tp, pp, dtype=torch.float32, ep=1, experts=None, **sizes):
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     ).to(dtype)  # fmt: skip
     buckets = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=sizes["bucket"],
+        use_distributed_optimizer=distributed, overlap_grad_reduce=True, bucket_size=sizes["bucket"],
         grad_reduce_in_fp32=True,
     )  # fmt: skip
     ddp = DistributedDataParallel(config, buckets, model)
     adam = OptimizerConfig(
-        optimizer="adam", lr=0.01, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=True,
+        optimizer="adam", lr=0.01, weight_decay=0.01, clip_grad=1.0, use_distributed_optimizer=distributed,
         params_dtype=dtype, bf16=dtype is torch.bfloat16,
     )  # fmt: skip
     return ddp, get_megatron_optimizer(adam, [ddp])

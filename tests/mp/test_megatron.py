@@ -200,8 +200,6 @@ def failing(rank, path):
     with pytest.raises(CheckpointingException, match="'w'"):
         save("early", twice, async_sharded_save=True)
     save("good", state(rank)[0])
-    with pytest.raises(CheckpointingException, match="committed checkpoint"):
-        save("good", state(rank)[0])
     with pytest.raises(CheckpointingException, match="'x'"):
         mcore.load({"x": mcore.ShardedTensor.from_rank_offsets("x", torch.ones(2))}, str(path / "good"),
                    validate_access_integrity=False)  # fmt: skip
@@ -331,3 +329,93 @@ def registered(rank, path):
 @until_016
 def test_the_registry_names_it(run):
     run(registered)
+
+
+def saved_over(rank, path):
+    """Save over a checkpoint, at once and in the background; what of it is there meanwhile is refused."""
+    from megatron.core import dist_checkpointing as mcore
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    import functional_ckpt.saving
+    from functional_ckpt.torch.megatron import ZarrLoadStrategy
+    from functional_ckpt.torch.serialization import load
+
+    def loads():
+        wanted, want = state(rank, 1, fill=False)
+        found = mcore.load(wanted, str(path), ZarrLoadStrategy())
+        step = found.pop("step")
+        check({**found, "step": 3}, {**want, "w": want["w"] + step - 3}, step)
+        return step
+
+    def save(step, **options):
+        held = {**state(rank)[0], "step": step}
+        held["w"].data += step - 3
+        held["rng"].data["state"] = (step, torch.ones(2))
+        return mcore.save(held, str(path), saver(), **options)
+
+    for step in (3, 4):
+        save(step)
+        assert loads() == step
+    request = save(5, async_sharded_save=True)
+    with pytest.raises(CheckpointingException):  # there is no metadata.json
+        loads()
+    request.async_fn(*request.async_fn_args)
+    request.finalize_fns[0]()
+    # What a process leaves that dies here is whole, but Megatron does not look at it.
+    found = load(state(rank, fill=False)[0], path, validate_access_integrity=False)
+    assert (found["step"], found["rng"]["state"][0]) == (5, 5)
+    with pytest.raises(CheckpointingException):
+        loads()
+    for function in request.finalize_fns[1:]:
+        function()
+    assert loads() == 5
+
+    # Megatron has written common.pt when our strategy fails.
+    def fails(*_):
+        raise functional_ckpt.errors.StorageError("no space left")
+
+    real, functional_ckpt.saving.write_plan = functional_ckpt.saving.write_plan, fails
+    with pytest.raises(CheckpointingException, match="no space left"):
+        save(6)
+    functional_ckpt.saving.write_plan = real
+    with pytest.raises(CheckpointingException):
+        loads()
+    save(7)
+    assert loads() == 7
+    dist.barrier()
+    if rank == 0:
+        torch.save({"step": 8}, path / "common.pt")
+    dist.barrier()
+    with pytest.raises(CheckpointingException, match="not the one that was saved with the tensors"):
+        loads()
+
+
+def test_a_save_over_another_is_the_old_one_the_new_one_or_none(run):
+    run(saved_over)
+
+
+def by_both(rank, path):
+    """Megatron loads what `serialization.save` has saved, and the reverse."""
+    from megatron.core import dist_checkpointing as mcore
+
+    import functional_ckpt.torch.megatron
+    from functional_ckpt.torch import serialization
+
+    for save, place in ((mcore.save, path / "theirs"), (serialization.save, path / "ours")):
+        place.mkdir(exist_ok=True)
+        dist.barrier()
+        options = {"sharded_strategy": ("functional_ckpt", 1)} if save is mcore.save else {}
+        save(state(rank)[0], str(place), content_metadata={"a": 1}, **options)
+        for package in (mcore, serialization):
+            wanted, want = state(rank, 1, fill=False)
+            check(package.load(wanted, str(place)), want, rank)
+            assert package.load_content_metadata(str(place)) == {"a": 1}
+            assert {*package.load_tensors_metadata(str(place))} == {"model/w", "layers", "copy", "half"}
+            found = {**package.load_plain_tensors(str(place))}
+            assert torch.equal(found["model/w"], WHOLE)
+        assert torch.equal(torch.from_numpy(functional_ckpt.open_checkpoint(place)["model/w"][...]), WHOLE)
+
+
+@until_016
+def test_both_ways_load_what_either_saves(run):
+    run(by_both)

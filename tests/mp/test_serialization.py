@@ -76,12 +76,15 @@ def failing(path):
         return str(caught.value)
 
     save(good, path / "good")
+    save(good, path / "good")  # over the first
+    (path / "other").mkdir(exist_ok=True)
+    (path / "other" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return [
         told(save, {"w": tensor("w", torch.ones(2), (0, 0, 2))}, path / "twice"),
         told(save, {"w": tensor("w", torch.ones(2 + rank), (0, rank, 2))}, path / "shapes"),
         told(save, {"f": ShardedTensorFactory("f", torch.ones(1), fails, fails)} if rank else {}, path / "factory"),
         told(save, {"o": ShardedObject("o", fails if rank else lambda: 0, (2,), (rank,))}, path / "object"),
-        told(save, good, path / "good"),
+        told(save, good, path / "other"),
         told(ZarrSaveShardedStrategy().save, {"w": 5} if rank else good, path / "leaf"),
         told(load, unknown if rank else good, path / "good", strict="raise_all", validate_access_integrity=False),
         told(load, good, path / "none"),

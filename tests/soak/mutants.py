@@ -52,6 +52,23 @@ MUTANTS = (
         ("tests/test_claims.py", "-k", "neighbour"),
     ),
     Mutant(
+        "halves of two saves load together", "torch/halves.py",
+        "        if bound.get(name) != found.get(name):", "        if not name:", ("tests/test_halves.py",),
+    ),
+    Mutant(
+        "a common half of another layout stays", "torch/strategies/zarr.py",
+        "make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)", "make_way(checkpoint_dir, COMMON, OBJECTS)",
+        ("tests/test_halves.py", "-k", "layout"),
+    ),
+    Mutant(
+        "what metadata.json names stays while another format is saved over it", "torch/halves.py",
+        "for name in (CONFIG_FNAME, *stale):", "for name in stale:", ("tests/test_halves.py", "-k", "format"),
+    ),
+    Mutant(
+        "nobody looks whether the checkpoint was replaced between its halves", "torch/serialization.py",
+        "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:", ("tests/test_halves.py", "-k", "read"),
+    ),
+    Mutant(
         "a claim is unlocked before it is unlinked", "store/claim.py",
         "                os.unlink(self.path)",
         "                fcntl.flock(self._file, fcntl.LOCK_UN), os.unlink(self.path)",

@@ -20,29 +20,34 @@ import torch.distributed.tensor
 import functional_ckpt.api
 import functional_ckpt.torch.storage
 import functional_ckpt.torch.tensors  # noqa: F401
-from tests.soak.rank import run
 
 
-def serve():
-    """Do what comes, until there is no more."""
+def serve(run):
+    """Do what comes, until there is no more: `run(order, rank)` is what a rank does."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        print(json.dumps(world(json.loads(line))), flush=True)
+        print(json.dumps(world(json.loads(line), run)), flush=True)
 
 
-def world(order):
-    """Run all ranks of one order; return for each its exit status (negative: the signal), and whether it hung."""
+def world(order, run):
+    """Run all ranks of one order; return for each its exit status (negative: the signal), and whether it hung.
+
+    If the order has a `grace_s`, the others are killed so many seconds after one has failed.
+    """
     began = time.monotonic()
-    running = {start(order, rank): rank for rank in range(order["size"])}
-    ended = {}
-    while running and time.monotonic() < began + order["limit_s"]:
+    running = {start(order, rank, run): rank for rank in range(order["size"])}
+    ended, ends = {}, began + order["limit_s"]
+    while running and time.monotonic() < ends:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             time.sleep(0.005)
         else:
-            ended[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+            rank = running.pop(pid)
+            ended[rank] = os.waitstatus_to_exitcode(status)
+            if ended[rank] and "grace_s" in order:
+                ends = min(ends, time.monotonic() + order["grace_s"])
     hung = sorted(running.values())
     for pid in running:
         os.kill(pid, signal.SIGUSR1)
@@ -54,7 +59,7 @@ def world(order):
     return {"ended": [ended[rank] for rank in range(order["size"])], "hung": hung, "seconds": time.monotonic() - began}
 
 
-def start(order, rank):
+def start(order, rank, run):
     """Fork a rank; if it `ends`, it does as a script does, with all that the interpreter does then."""
     pid = os.fork()
     if pid:
@@ -72,4 +77,6 @@ def start(order, rank):
 
 
 if __name__ == "__main__":
-    serve()
+    from tests.soak.rank import run
+
+    serve(run)

@@ -195,7 +195,7 @@ default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(d
 #: The queue of saves in the background.
 async_calls = AsyncCallsQueue()
 
-_BUILT_IN = "functional_ckpt.torch.strategies.zarr"
+_BUILT_IN = ("functional_ckpt.torch.strategies.zarr", "functional_ckpt.torch.strategies.common_file")
 _BACKEND, _VERSION = "functional_ckpt", 1
 _METHODS = {
     StrategyAction.LOAD_COMMON: "load_common",
@@ -222,7 +222,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """
     known = default_strategies[_checked(action).value]
     if (backend, version) not in known:
-        importlib.import_module(_BUILT_IN)  # which registers those of this library
+        for name in _BUILT_IN:
+            importlib.import_module(name)  # which registers those of this library
     if (backend, version) not in known:
         raise PolicyError(
             f"no strategy is registered for {(action.value, backend, version)}", found=sorted(known),

@@ -1,10 +1,9 @@
 """The strategies of this library: sharded and common leaves as Zarr v3.
 
-The sharded half is a checkpoint in the directory itself, committed by its root (``marker``), so that files of others
-may lie beside it; the common half is a checkpoint of its own in ``.common``, a name that no stored array can have.
+The sharded half is a checkpoint in the directory itself, committed by its root, so that files of others may lie beside
+it; the common half is a checkpoint of its own in ``.common``. The root binds what lies beside it (`halves`).
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,27 @@ import numpy as np
 from functional_ckpt.api import async_save, load, named, save
 from functional_ckpt.arguments import check_policy
 from functional_ckpt.checkpoint import StoredArray, open_checkpoint
-from functional_ckpt.comm import Gather, LocalGather, agree
-from functional_ckpt.errors import AlreadyExistsError, PolicyError
+from functional_ckpt.comm import Gather, LocalGather, agree, together
+from functional_ckpt.errors import PolicyError
 from functional_ckpt.pending import PendingSave
 from functional_ckpt.plan.layout import LayoutPolicy
-from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
-from functional_ckpt.store.commit import ROOT
-from functional_ckpt.store.opening import open_store
+from functional_ckpt.policy import Commit, LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.torch.advice import COMMON_HALF, SHARDED_HALF, advising
 from functional_ckpt.torch.group import torch_gather
+from functional_ckpt.torch.halves import (
+    BACKEND,
+    COMMON,
+    COMMON_FILE,
+    OBJECTS,
+    VERSION,
+    attributes_for,
+    below,
+    check_halves,
+    commit_over,
+    is_without_halves,
+    make_way,
+)
 from functional_ckpt.torch.local import Sealed
 from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict
 from functional_ckpt.torch.sharded_state import (
@@ -56,10 +66,6 @@ __all__ = [
     "ZarrSaveShardedStrategy",
 ]
 
-#: What ``metadata.json`` calls this format. Not "zarr": old versions of Megatron used that for another one.
-BACKEND, VERSION = "functional_ckpt", 1
-COMMON, OBJECTS = ".common", ".objects"
-
 #: How sharded leaves are saved by default: flat shards end anywhere, and smaller chunks mean that less of them moves.
 SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
@@ -75,9 +81,13 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     backend, version
         What the format is called.
     policy
-        How to save. Who writes is declared by replica ids, and the commit is ``marker``, whatever it says.
+        How to save. Who writes is declared by replica ids, a checkpoint is replaced, and files of others are kept,
+        whatever it says.
     process_group
         Ranks that save together; None for the default group.
+    common_file
+        Name of the file, such as ``common.pt``, to which the caller has written the common half before; a common half
+        of this library's own is removed then. What lies there when a save begins is bound to it.
 
     Examples
     --------
@@ -92,11 +102,13 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         *,
         policy: SavePolicy = SAVE_POLICY,
         process_group: Any = None,
+        common_file: str | None = None,
     ) -> None:
         super().__init__(backend, version)
         check_policy(self, policy, SavePolicy)
-        self.policy = attrs.evolve(policy, replicas="declared", replicated="trust", commit="marker")
+        self.policy = attrs.evolve(policy, replicas="declared", replicated="trust", foreign="keep")
         self.process_group = process_group
+        self.common_file = common_file
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -110,11 +122,12 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         Raises
         ------
         CheckpointingException
-            On every rank, with all problems at once: cells that no main copy covers or two do, a path that holds a
-            checkpoint, and so on. Nothing is published then.
+            On every rank, with all problems at once: cells that no main copy covers or two do, names that others have
+            taken, and so on. Nothing is published then.
         """
-        leaves = agree(self.gather(checkpoint_dir), lambda: leaves_to_save(sharded_state_dict))
-        save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
+        leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
+        save(leaves, checkpoint_dir, policy=policy, process_group=self.process_group, overwrite=True,
+             attributes=attributes)  # fmt: skip
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
         """Copy the state to the host, start the save in a thread of this process, and return a request that waits.
@@ -137,13 +150,35 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank, for what is found before the copy.
         """
-        leaves = agree(self.gather(checkpoint_dir), lambda: leaves_to_save(sharded_state_dict))
-        return async_save(leaves, checkpoint_dir, policy=self.policy, process_group=self.process_group)
+        leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
+        return async_save(leaves, checkpoint_dir, policy=policy, process_group=self.process_group, overwrite=True,
+                          attributes=attributes)  # fmt: skip
 
     def gather(self, checkpoint_dir: str | Path) -> Gather:
         """Return the ranks that save together."""
         what = f"save of sharded leaves to {named(checkpoint_dir)}"
         return torch_gather(self.process_group, self.policy.timeout_s, "leaves", what)
+
+    def _described(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> tuple[Any, dict[str, Any] | None, SavePolicy]:
+        """Return this rank's leaves, attributes that bind what lies beside them, and how to commit.
+
+        Rank 0 looks at the directory.
+        """
+        gather = self.gather(checkpoint_dir)
+        leaves: list[Any] = []
+
+        def describe() -> tuple[dict[str, Any] | None, Commit] | None:
+            leaves.append(leaves_to_save(sharded_state_dict))
+            if gather.rank:
+                return None
+            if self.common_file is not None:
+                make_way(checkpoint_dir, COMMON, OBJECTS)
+            return attributes_for(checkpoint_dir), commit_over(checkpoint_dir)
+
+        attributes, commit = together(gather, describe)[0] or (None, "marker")
+        return leaves[0], attributes, attrs.evolve(self.policy, commit=commit)
 
 
 class _Compatible:
@@ -205,6 +240,8 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         gather = torch_gather(self.process_group, self.policy.timeout_s, "load", what)
 
         def ask() -> Request:
+            if gather.rank == 0:
+                check_halves(checkpoint_dir)
             reshaped = any(is_tensor(x) and x.allow_shape_mismatch for x in leaves_of(sharded_state_dict))
             entries = read_manifest(checkpoint_dir).by_key if reshaped else {}
             return Request(sharded_state_dict, {key: entry.spec.shape for key, entry in entries.items()})
@@ -257,7 +294,7 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
     def __init__(self, backend: str = BACKEND, version: int = VERSION, *, policy: SavePolicy = SavePolicy()) -> None:
         super().__init__(backend, version)
         check_policy(self, policy, SavePolicy)
-        self.policy = attrs.evolve(policy, object_codec="torch", commit="auto")
+        self.policy = attrs.evolve(policy, object_codec="torch", commit="marker")
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -271,26 +308,22 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
         Raises
         ------
         CheckpointingException
-            On every rank, if it cannot be saved, or the directory holds a committed checkpoint.
+            On every rank, if it cannot be saved.
         """
         what = f"save of the common half to {named(checkpoint_dir)}"
         gather = torch_gather(None, self.policy.timeout_s, "common", what)
 
         def write() -> None:
-            if gather.rank:
-                return
-            if open_store(checkpoint_dir).nbytes_of(ROOT) is not None:
-                raise AlreadyExistsError("the directory holds a committed checkpoint", path=str(checkpoint_dir),
-                                         remedy="Save to another directory")  # fmt: skip
-            # A checkpoint whose sharded half never came is nobody's: what it left is replaced.
-            save(_sealed(common_state_dict), _below(checkpoint_dir, COMMON), policy=self.policy,
-                 process_group=LocalGather(), overwrite=True)  # fmt: skip
+            if gather.rank == 0:
+                make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)
+                save(_sealed(common_state_dict), below(checkpoint_dir, COMMON), policy=self.policy,
+                     process_group=LocalGather())  # fmt: skip
 
         agree(gather, write)
 
     def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save `ShardedObject` leaves, for a sharded strategy that cannot; all ranks call it."""
-        ZarrSaveShardedStrategy(policy=self.policy).save(sharded_objects_state_dict, _below(checkpoint_dir, OBJECTS))
+        ZarrSaveShardedStrategy(policy=self.policy).save(sharded_objects_state_dict, below(checkpoint_dir, OBJECTS))
 
 
 class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
@@ -322,7 +355,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
         if is_without_halves(checkpoint_dir):
             plain = picked(lambda leaf: not isinstance(leaf, StoredArray), open_checkpoint(checkpoint_dir).tree())
             return plain if isinstance(plain, dict) else {}
-        state: StateDict = open_checkpoint(_below(checkpoint_dir, COMMON)).state("torch", self.safe_globals)
+        state: StateDict = open_checkpoint(below(checkpoint_dir, COMMON)).state("torch", self.safe_globals)
         return state
 
     def load_sharded_objects(
@@ -330,37 +363,16 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     ) -> StateDict:
         """Return the state dict with each `ShardedObject` replaced by what was stored; all ranks call it."""
         strategy = ZarrLoadShardedStrategy(policy=attrs.evolve(LOAD_POLICY, safe_globals=self.safe_globals))
-        return strategy.load(sharded_objects_state_dict, _below(checkpoint_dir, OBJECTS))
+        return strategy.load(sharded_objects_state_dict, below(checkpoint_dir, OBJECTS))
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the objects that `save_sharded_objects` stored, by their unique keys."""
-        return {k: v for k, v in stored_leaves(read_manifest(_below(checkpoint_dir, OBJECTS))).items() if is_object(v)}
-
-
-def is_without_halves(checkpoint_dir: str | Path) -> bool:
-    """Tell whether a directory holds a checkpoint that was not written by Megatron's functions, but by DCP or `save`.
-
-    Those write the common half first, so what they have left unfinished is none.
-
-    Examples
-    --------
-    >>> save({"step": 3}, "memory://halves-example")
-    Manifest(...)
-    >>> is_without_halves("memory://halves-example"), ZarrLoadCommonStrategy().load_common("memory://halves-example")
-    (True, {'step': 3})
-    """
-    store = open_store(checkpoint_dir)
-    halves = (f"{COMMON}/{ROOT}", "common.pt")
-    return store.nbytes_of(ROOT) is not None and all(store.nbytes_of(name) is None for name in halves)
+        return {k: v for k, v in stored_leaves(read_manifest(below(checkpoint_dir, OBJECTS))).items() if is_object(v)}
 
 
 def _sealed(common_state_dict: StateDict) -> Any:
     # An array of numpy would come back as a tensor.
     return map_leaves(lambda x: Sealed(x) if isinstance(x, np.ndarray | np.generic) else x, common_state_dict)
-
-
-def _below(checkpoint_dir: str | Path, name: str) -> str:
-    return f"{os.fspath(checkpoint_dir).rstrip('/')}/{name}"
 
 
 for _action, _strategy in (
