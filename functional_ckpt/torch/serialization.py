@@ -13,17 +13,16 @@ from functional_ckpt.comm import Gather, agree, turn_of
 from functional_ckpt.errors import (
     AlreadyExistsError,
     CorruptionError,
-    NotACheckpointError,
     PolicyError,
     ReplacedError,
     SpecError,
 )
 from functional_ckpt.store.base import storage_errors
-from functional_ckpt.store.foreign import why_not
-from functional_ckpt.store.opening import directory_of, local_path, open_store
+from functional_ckpt.store.opening import local_path
+from functional_ckpt.torch.choice import get_default_load_sharded_strategy, loaders_of, strategy_for
 from functional_ckpt.torch.core import CheckpointingConfig, maybe_load_config, save_config
 from functional_ckpt.torch.group import torch_gather
-from functional_ckpt.torch.halves import BACKEND, VERSION, check_halves, format_of, make_way, root_of
+from functional_ckpt.torch.halves import BACKEND, VERSION, make_way, root_of
 from functional_ckpt.torch.sharded_base import CommonStateDict, ShardedStateDict, StateDict
 from functional_ckpt.torch.state_parts import Parts, assembled, objects_of, tensors_of
 from functional_ckpt.torch.strategies.async_calls import AsyncRequest
@@ -36,7 +35,6 @@ from functional_ckpt.torch.strategies.base import (
     StrategyAction,
     get_default_save_common_strategy,
     get_default_save_sharded_strategy,
-    get_default_strategy,
 )
 from functional_ckpt.torch.strategies.fully_parallel import knowing
 from functional_ckpt.torch.validation import (
@@ -120,8 +118,10 @@ def save(
     >>> load({"w": tail}, path, validate_access_integrity=False)
     {'step': 3, 'w': tensor([2, 3])}
     """
-    sharded_saver = _strategy(StrategyAction.SAVE_SHARDED, sharded_strategy or (BACKEND, VERSION), SaveShardedStrategy)
-    common_saver = _strategy(StrategyAction.SAVE_COMMON, common_strategy or (BACKEND, VERSION), SaveCommonStrategy)
+    sharded_saver = strategy_for(
+        StrategyAction.SAVE_SHARDED, sharded_strategy or (BACKEND, VERSION), SaveShardedStrategy
+    )
+    common_saver = strategy_for(StrategyAction.SAVE_COMMON, common_strategy or (BACKEND, VERSION), SaveCommonStrategy)
     if async_sharded_save and not isinstance(sharded_saver, AsyncSaveShardedStrategy):
         raise PolicyError("this strategy cannot save in the background", found=str(sharded_saver))
     state = {**sharded_state_dict, _CONTENT: content_metadata} if content_metadata is not None else sharded_state_dict
@@ -196,7 +196,7 @@ def load(
         first = gather.rank == 0
         root, loaders = agree(gather, lambda: (
             root_of(checkpoint_dir) if first else None,
-            _loaders(checkpoint_dir, sharded_strategy, common_strategy, first),
+            loaders_of(checkpoint_dir, sharded_strategy, common_strategy, first),
         ))  # fmt: skip
         sharded_loader, common_loader = loaders
         common = agree(gather, lambda: common_loader.load_common(checkpoint_dir))
@@ -236,7 +236,7 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
     CheckpointingException
         If there is no checkpoint.
     """
-    _, common_loader = _loaders(checkpoint_dir, None, None)
+    _, common_loader = loaders_of(checkpoint_dir, None, None)
     return common_loader.load_common(checkpoint_dir)
 
 
@@ -250,7 +250,7 @@ def load_tensors_metadata(
     CheckpointingException
         If there is no checkpoint.
     """
-    sharded_loader, _ = _loaders(checkpoint_dir, sharded_strategy, None)
+    sharded_loader, _ = loaders_of(checkpoint_dir, sharded_strategy, None)
     return sharded_loader.load_tensors_metadata(checkpoint_dir)
 
 
@@ -266,7 +266,7 @@ def load_sharded_metadata(
     CheckpointingException
         If there is no checkpoint.
     """
-    return _metadata(checkpoint_dir, *_loaders(checkpoint_dir, sharded_strategy, common_strategy))
+    return _metadata(checkpoint_dir, *loaders_of(checkpoint_dir, sharded_strategy, common_strategy))
 
 
 def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
@@ -286,7 +286,7 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
     >>> load_plain_tensors(path)
     {'w': tensor([0, 1, 2, 3])}
     """
-    sharded_loader, _ = agree(_gather("load", checkpoint_dir), lambda: _loaders(checkpoint_dir, None, None))
+    sharded_loader, _ = agree(_gather("load", checkpoint_dir), lambda: loaders_of(checkpoint_dir, None, None))
     return sharded_loader.load(sharded_loader.load_tensors_metadata(checkpoint_dir), checkpoint_dir)
 
 
@@ -332,19 +332,8 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     >>> list(load_tensors_metadata(path))
     ['w']
     """
-    sharded_loader, _ = _loaders(checkpoint_dir, None, None)
+    sharded_loader, _ = loaders_of(checkpoint_dir, None, None)
     sharded_loader.remove_sharded_tensors(checkpoint_dir, key_prefix)
-
-
-def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
-    """Return the strategy by which `load` loads the sharded half of a checkpoint if it is given none.
-
-    Raises
-    ------
-    CheckpointingException
-        If there is no checkpoint.
-    """
-    return _loaders(checkpoint_dir, None, None)[0]
 
 
 def _gather(purpose: str, checkpoint_dir: str | Path) -> Gather:
@@ -359,39 +348,6 @@ def _metadata(
     if not sharded_loader.can_handle_sharded_objects:
         found = {**found, **common_loader.load_sharded_metadata(checkpoint_dir)}
     return found
-
-
-def _strategy(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
-    found = get_default_strategy(action, *wanted) if isinstance(wanted, tuple) else wanted
-    if not isinstance(found, kind):
-        raise PolicyError(f"this is no strategy for {action.value}", expected=kind.__name__, found=repr(found))
-    return found
-
-
-def _loaders(
-    checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any, checks: bool = True
-) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies, which agree to read what lies in the directory: the halves of one save."""
-    config = format_of(checkpoint_dir)
-    if config is None:
-        directory = directory_of(checkpoint_dir)
-        there = directory is not None and directory.is_dir()
-        reason = why_not(open_store(checkpoint_dir), None)
-        raise NotACheckpointError(
-            "this is no distributed checkpoint" if there else "the checkpoint directory does not exist",
-            path=str(checkpoint_dir), found=f"no metadata.json; {reason.found}" if there else None,
-            remedy=reason.remedy,
-        )  # fmt: skip
-    kept = (config.sharded_backend, config.sharded_backend_version)
-    common = (config.common_backend, config.common_backend_version)
-    sharded_loader = _strategy(StrategyAction.LOAD_SHARDED, sharded_strategy or kept, LoadShardedStrategy)
-    common_loader = _strategy(StrategyAction.LOAD_COMMON, common_strategy or common, LoadCommonStrategy)
-    for loader, (backend, version) in ((sharded_loader, kept), (common_loader, common)):
-        loader.check_backend_compatibility(backend)
-        loader.check_version_compatibility(version)
-    if config.sharded_backend == BACKEND and checks:
-        check_halves(checkpoint_dir)
-    return sharded_loader, common_loader
 
 
 def _require_root(checkpoint_dir: str | Path, root: bytes | None) -> None:

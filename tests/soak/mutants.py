@@ -197,6 +197,21 @@ MUTANTS = (
         ("tests/test_fully_parallel.py",),
     ),
     Mutant(
+        "Megatron is not told of our leaves", "torch/sharded_base.py",
+        "            _introduce(cls)", "            pass",
+        ("tests/test_mapping.py", "-k", "megatrons_classes"),
+    ),
+    Mutant(
+        "a file that grows does not show that rank 0 comes", "torch/arrival.py",
+        "        if found != self._seen:", "        if False:",
+        ("tests/test_arrival.py",),
+    ),
+    Mutant(
+        "advice names the policy of another function", "torch/advice.py",
+        "    return problem if (what, remedy) ==", "    return problem if True or (what, remedy) ==",
+        ("tests/test_advice.py",),
+    ),
+    Mutant(
         "a key may be stored where the root is made", "store/encoding.py",
         '"zarr.json.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
     ),
