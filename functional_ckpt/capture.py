@@ -141,6 +141,8 @@ class _Capture:
         adapter = adapter_of(leaf)
         if adapter is not None:
             held = adapter.hold(key, leaf, self.gather.rank)
+            if held.codec is not None:
+                self.untrusted[key] = trust_needed(key, held.buffers[0].get(held.spec.shape, 0, (slice(None),)))
             self._add_array(key, path, held, held.codec)
         elif (text := plain_text({} if isinstance(leaf, defaultdict) and not leaf else leaf)) is not None:
             self._add_text(key, path, text)

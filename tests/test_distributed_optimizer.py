@@ -74,11 +74,49 @@ def test_a_state_of_another_length_is_refused():
 def test_a_chain_is_all_its_parts_but_those_without_parameters():
     weight, described = model()
     parts = [optimizer(weight, 0, 2), SimpleNamespace(is_stub_optimizer=True), optimizer(weight, 2, 12)]
-    chain = SimpleNamespace(chained_optimizers=parts, state_dict=lambda: ["both"], load_state_dict=list)
+    chain = SimpleNamespace(chained_optimizers=parts, state_dict=lambda: ["both"])
     state = sharded_optimizer_state(chain, described)
     assert [shard.flattened_range for shard in state["shards"]] == [slice(0, 2)] * 3 + [slice(2, 12)] * 3
     assert state["common"] == ["both"]
-    load_optimizer_state(chain, state)
+
+
+def group(of_experts, **more):
+    return {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": of_experts, "is_decoupled_lr": False, **more}
+
+
+def chained(*groups):
+    """Return a chain of an optimizer for each list of groups, and what was loaded into it."""
+    found = []
+    parts = [SimpleNamespace(optimizer=SimpleNamespace(param_groups=each, state={})) for each in groups]
+    return SimpleNamespace(chained_optimizers=parts, load_state_dict=found.append), found
+
+
+def state_of(*groups):
+    return {"optimizer": {"param_groups": list(groups)}}
+
+
+def test_a_chain_that_is_cut_in_another_way_loads():
+    """Megatron has an optimizer for experts only where they are dealt to several ranks: a list of states, or one."""
+    dealt = [state_of(group(False, step=3)), state_of(group(True, step=3, lr=0.5))]
+    chain, found = chained([group(False)])
+    load_optimizer_state(chain, {"common": dealt})
+    assert found == [state_of(group(False, step=3))]
+    chain, found = chained([group(False)], [group(True)])
+    load_optimizer_state(chain, {"common": state_of(group(False, step=4))})
+    assert found == [[state_of(group(False, step=4)), state_of(group(True, step=4))]]
+    load_optimizer_state(chain, {"common": dealt})
+    assert found[1] == dealt
+    with pytest.raises(SpecError, match=r"no such parameter group.*'wd_mult': 0\.0"):
+        load_optimizer_state(chained([group(False), group(False, wd_mult=0.0)])[0], {"common": dealt})
+
+
+def test_the_common_half_may_be_of_another_shape_than_the_one_that_asks(tmp_path):
+    save({"optimizer": {"common": state_of(group(False))}}, tmp_path / "one")
+    assert load({"optimizer": {"common": [1, 2]}}, tmp_path / "one") == {
+        "optimizer": {"common": state_of(group(False))}
+    }
+    save({"optimizer": {"common": [1, 2]}}, tmp_path / "list")
+    assert load({"optimizer": {"common": {"a": 1}}}, tmp_path / "list") == {"optimizer": {"common": [1, 2]}}
 
 
 def test_the_moments_of_a_plain_adam_load(tmp_path):

@@ -21,8 +21,12 @@ INCLUDE = re.compile(r'^--8<--(?: "|\n)([^":\n]+)(?::([a-z_0-9:]+))?(?:"|\n--8<-
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 INCLUDED = [(page, *found) for page in PAGES for found in INCLUDE.findall(page.read_text())]
-# The first is what look_* look into; tests/mp/test_megatron.py runs the other.
-NOT_RUN_HERE = ("look_saved.py", "megatron_newer.py")
+# The first is what look_* look into; tests of Megatron and of programs run the others.
+NOT_RUN_HERE = (
+    "look_saved.py",
+    *(path.name for path in SNIPPETS.glob("megatron_*.py")),
+    *(path.name for path in SNIPPETS.glob("program_*.py")),
+)
 SCRIPTS = sorted(p for p in SNIPPETS.iterdir() if p.suffix in (".py", ".sh") and p.name not in NOT_RUN_HERE)
 README = (ROOT / "README.md").read_text()
 README_BLOCKS = [code for language, code in FENCE.findall(README) if language == "python"]

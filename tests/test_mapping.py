@@ -1,14 +1,17 @@
 """What each name of `functional_ckpt.torch.mapping` does, and what it refuses; the key stands in every refusal."""
 
+import abc
 import dataclasses
 import pickle
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import CheckpointError, DTypeError, ShapeError, SpecError  # noqa: E402
-from functional_ckpt.torch import exceptions, mapping  # noqa: E402
+from functional_ckpt.torch import exceptions, mapping, sharded_base  # noqa: E402
 from functional_ckpt.torch.mapping import (  # noqa: E402
     CheckpointingException,
     LocalNonpersistentObject,
@@ -362,3 +365,30 @@ def test_local_objects():
     thing = object()
     assert LocalNonpersistentObject(thing).unwrap() is thing
     assert not isinstance(LocalNonpersistentObject(thing), ShardedBase)
+
+
+def test_leaves_are_of_megatrons_classes_where_it_is_there(monkeypatch):
+    """It sorts leaves by `isinstance`, and would take ours for common ones: what rank 0 holds would be pickled."""
+    names = ["ShardedBase", "ShardedTensor", "ShardedObject", "ShardedTensorFactory"]
+    theirs = SimpleNamespace(
+        **{name: abc.ABCMeta(name, (), {}) for name in names}, LocalNonpersistentObject=type("Local", (), {})
+    )
+    monkeypatch.delitem(sys.modules, "megatron.core.dist_checkpointing.mapping", raising=False)
+    local = LocalNonpersistentObject(3)
+    assert local.__class__ is LocalNonpersistentObject
+    monkeypatch.setattr(sharded_base, "_introduced", set())
+    monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing.mapping", theirs)
+    leaves = [plain(), mapping.ShardedObject("o", 1, (1,), (0,)), mapping.ShardedTensorFactory("f", None, None, None)]
+    for name, leaf in zip(names[1:], leaves, strict=True):
+        assert isinstance(leaf, theirs.ShardedBase)
+        assert [isinstance(leaf, getattr(theirs, other)) for other in names[1:]] == [
+            other == name for other in names[1:]
+        ]
+    assert isinstance(local, theirs.LocalNonpersistentObject)
+    assert isinstance(local, LocalNonpersistentObject)
+    assert not isinstance(plain(), theirs.LocalNonpersistentObject)
+
+
+def test_ranges_of_flattened_shards_are_no_grid():
+    """Megatron counts the shards of a grid, each of which holds a whole cell of it."""
+    assert not flat(0, 3).has_regular_grid

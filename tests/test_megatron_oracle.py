@@ -1,7 +1,10 @@
 """The same calls to megatron-core and to us: equal where docs/megatron.md names no difference, and different there."""
 
+import ast
+import importlib
 import inspect
 import itertools
+import pkgutil
 import tempfile
 import warnings
 
@@ -17,11 +20,14 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.strategies import async_utils as their_async
     from megatron.core.dist_checkpointing.strategies import base as their_base
     from megatron.core.dist_checkpointing.strategies import checkpointable as their_checkpointable
+    from megatron.core.dist_checkpointing.strategies import fully_parallel as their_parallel
 
 from functional_ckpt.torch import mapping as ours  # noqa: E402
 from functional_ckpt.torch.strategies import async_calls as our_async  # noqa: E402
 from functional_ckpt.torch.strategies import base as our_base  # noqa: E402
 from functional_ckpt.torch.strategies import checkpointable as our_checkpointable  # noqa: E402
+from functional_ckpt.torch.strategies import fully_parallel as our_parallel  # noqa: E402
+from functional_ckpt.torch.strategies import zarr as our_zarr  # noqa: E402
 
 WRAPPERS = {theirs: their_checkpointable, ours: our_checkpointable}
 FIELDS = [*inspect.signature(ours.ShardedTensor).parameters]
@@ -62,6 +68,80 @@ def test_classes_have_all_members_with_their_parameters(their_class, our_class):
         if inspect.isroutine(wanted):
             names = [[*inspect.signature(getattr(c, name)).parameters] for c in (their_class, our_class)]
             assert names[0] == names[1], name
+
+
+OF_TORCH_DIST = "the writing and reading of .distcp files"
+INNER = "a step of save or load, whose values here are others"
+NESTS = "works on any nested dicts, and needs nothing of a checkpoint"
+#: What Megatron has and we have not, by module, and why; with None the whole module.
+LEFT_OUT = {
+    "dict_utils": {None: NESTS},
+    "exchange_utils": {None: INNER},
+    "state_dict_utils": {None: INNER},
+    "tensor_aware_state_dict": {None: "local checkpoints of another library"},
+    "utils": {None: NESTS},
+    "strategies.cached_metadata_filesystem_reader": {None: OF_TORCH_DIST},
+    "strategies.filesystem_async": {None: OF_TORCH_DIST},
+    "strategies.state_dict_saver": {None: OF_TORCH_DIST},
+    "strategies.torch": {None: OF_TORCH_DIST},
+    "strategies.common": {None: "the writing and reading of common.pt"},
+    "strategies.async_utils": dict.fromkeys(
+        ["AsyncCaller", "TemporalAsyncCaller", "PersistentAsyncCaller"], "a process that works; here it is a thread"
+    ),
+    "strategies.fully_parallel": {"distribute_main_replicas_with_precomputed_distribution": INNER},
+    "strategies": {"register_default_common_strategies": "they register themselves"},
+    "validation": dict.fromkeys(
+        ["validate_integrity_and_strict_load", "verify_checkpoint_and_load_strategy", "adjust_non_strict_load",
+         "maybe_report_missing_and_unexpected_keys", "determine_global_metadata", "validate_sharded_objects_handling"],
+        INNER,
+    ),
+}  # fmt: skip
+
+
+def public(module):
+    """Return the names that a module defines for others; a package also those that it hands on."""
+    source = inspect.getsource(module)
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ImportFrom) and hasattr(module, "__path__"):
+            names |= {alias.name for alias in node.names}
+    return {name for name in names if not name.startswith("_") and name not in ("logger", "T")}
+
+
+def counterparts():
+    root = importlib.import_module("megatron.core.dist_checkpointing")
+    names = [
+        "",
+        *(m.name.removeprefix(root.__name__) for m in pkgutil.walk_packages(root.__path__, f"{root.__name__}.")),
+    ]
+    return [name.removeprefix(".") for name in names]
+
+
+@pytest.mark.parametrize("name", counterparts())
+def test_every_public_name_is_here_or_left_out_for_a_reason(name):
+    left_out = LEFT_OUT.get(name, {})
+    if None in left_out:
+        assert importlib.util.find_spec(f"functional_ckpt.torch.{name}") is None, "there is one now"
+        return
+    wanted = public(importlib.import_module(f"megatron.core.dist_checkpointing.{name}".rstrip(".")))
+    here = importlib.import_module(f"functional_ckpt.torch.{name}".rstrip("."))
+    missing = {each for each in wanted if not hasattr(here, each)}
+    assert missing == {*left_out}
+
+
+def test_a_wrapper_has_the_attributes_of_megatrons():
+    for kind in ("Save", "Load"):
+        them, us = (getattr(m, f"FullyParallel{kind}StrategyWrapper") for m in (their_parallel, our_parallel))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs_made = them(getattr(our_zarr, f"Zarr{kind}ShardedStrategy")(), object())
+        ours_made = us(getattr(our_zarr, f"Zarr{kind}ShardedStrategy")())
+        missing = {*vars(theirs_made)} - {*vars(ours_made)}
+        assert missing <= {"cached_distribution", "cached_global_metadata"} if kind == "Load" else not missing
 
 
 @pytest.mark.parametrize("function", ["is_main_replica", "apply_factories", "apply_factory_merges"])

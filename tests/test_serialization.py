@@ -302,6 +302,7 @@ def test_parts_that_do_not_fit_are_told(tmp_path):
         load({"b": tensor("a", W)}, tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:objects that are not plain values")
 def test_objects_of_classes_that_are_not_allowed_are_not_built(tmp_path):
     save({"o": ShardedObject("o", OrderedDict(a=SomeClass()), (1,), (0,))}, tmp_path)
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}

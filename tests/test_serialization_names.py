@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from functional_ckpt.torch import core, optimizer, serialization
-from functional_ckpt.torch.strategies import fully_parallel, zarr
+from functional_ckpt.torch.core import CheckpointingException
+from functional_ckpt.torch.strategies import async_calls, async_utils, fully_parallel, zarr
 
 NONE, REQUIRED = None, inspect.Parameter.empty
 SIGNATURES = {
@@ -38,6 +39,9 @@ SIGNATURES = {
         "sharded_backend": REQUIRED, "sharded_backend_version": 1, "common_backend": "torch",
         "common_backend_version": 1,
     },
+    serialization.get_default_save_sharded_strategy: {"backend": zarr.BACKEND, "version": 1},
+    serialization.get_default_save_common_strategy: {"backend": zarr.BACKEND, "version": 1},
+    serialization.get_default_load_sharded_strategy: {"checkpoint_dir": REQUIRED},
     core.check_is_distributed_checkpoint: {"checkpoint_dir": REQUIRED},
     core.maybe_load_config: {"checkpoint_dir": REQUIRED},
     core.save_config: {"config": REQUIRED, "checkpoint_dir": REQUIRED},
@@ -73,7 +77,33 @@ def test_strict_handling():
     assert {m.value for m in modes if modes.requires_returning_mismatch_keys(m)} == {STRICT[5], STRICT[6]}
 
 
+PACKAGE = [
+    "LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "check_is_distributed_checkpoint", "load",
+    "load_common_state_dict", "load_content_metadata", "load_plain_tensors", "load_tensors_metadata",
+    "remove_sharded_tensors", "save",
+]  # fmt: skip
+
+
+def test_names_of_the_package():
+    import functional_ckpt.torch as package
+
+    assert {*PACKAGE} < {*package.__all__}
+    assert package.save is serialization.save
+    assert all(getattr(package, name).__name__ == name for name in PACKAGE)
+
+
+def test_default_strategies(tmp_path):
+    assert isinstance(serialization.get_default_save_sharded_strategy(), zarr.ZarrSaveShardedStrategy)
+    assert isinstance(serialization.get_default_save_common_strategy(), zarr.ZarrSaveCommonStrategy)
+    serialization.save({"step": 3}, tmp_path)
+    assert isinstance(serialization.get_default_load_sharded_strategy(tmp_path), zarr.ZarrLoadShardedStrategy)
+    with pytest.raises(CheckpointingException, match="no distributed checkpoint"):
+        serialization.get_default_load_sharded_strategy(tmp_path / "..")
+
+
 def test_other_names():
+    assert "keep_vars=True" in optimizer.KEEP_VARS_HINT
+    assert async_utils.AsyncRequest is async_calls.AsyncRequest
     assert core.CONFIG_FNAME == "metadata.json"
     assert serialization.CkptShardedMetadata is not None
     for name in ("SaveSharded", "LoadSharded", "SaveCommon", "LoadCommon"):

@@ -31,6 +31,9 @@ __all__ = [
 ]  # fmt: skip
 
 _NO_ATTRIBUTES = "{}"
+_PER_RANK = (
+    "Wrap what differs by rank in PerRank (through torch.distributed.checkpoint: give each rank a key of its own)"
+)
 #: What `encode_value` makes of containers that hold nothing.
 EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
@@ -294,7 +297,7 @@ def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
                 problems.append(ReplicaError(
                     "ranks hold different values under one key", value.key, (first_rank, rank), None, None,
                     _short(text), _short(value.text),
-                    "Wrap values that differ by rank in PerRank, or pass replicated='trust'",
+                    f"{_PER_RANK}, or pass SavePolicy(replicated='trust'), which keeps one",
                 ))  # fmt: skip
     return problems
 
@@ -338,7 +341,7 @@ def _unequal_copies(parts: Sequence[Part]) -> list[ProblemError]:
                 problems.append(ReplicaError(
                     "ranks hold different copies of a plain tensor", copy.spec.key, (first_rank, rank), None, None,
                     known.digest.hex(), copy.digest.hex(),
-                    "Shard it (DTensor), wrap it in PerRank, or pass replicated='trust'",
+                    f"Shard it (DTensor). {_PER_RANK}, or pass SavePolicy(replicated='trust'), which keeps one",
                 ))  # fmt: skip
     return problems
 

@@ -6,7 +6,7 @@ gathers nothing, and a load, under any other layout, fills them in place. Paddin
 saved. Nothing of Megatron is imported: what is used are the optimizer's attributes of version 0.16.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,9 @@ __all__ = ["FlatPart", "flat_parts", "load_optimizer_state", "sharded_optimizer_
 _PREFIX = "optimizer.state"
 _MASTER = "fp32_param"
 _STEP = "step"
+_OF_EXPERTS = "is_expert_parallel"
+#: What tells parameter groups apart; NeMo calls two of them otherwise.
+_MARKS = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_decoupled_lr", _OF_EXPERTS)
 
 
 @attrs.frozen(eq=False)
@@ -96,7 +99,8 @@ def sharded_optimizer_state(optimizer: Any, model_sharded_state_dict: ShardedSta
 def load_optimizer_state(optimizer: Any, loaded: StateDict) -> None:
     """Restore the step, parameter groups and loss scale, after a load has filled the tensors in place.
 
-    Nothing is copied between master copies and the model's parameters: the load has filled both.
+    Nothing is copied between master copies and the model's parameters: the load has filled both. A chain may be cut in
+    another way than the one that was saved, as it is at another EP: parameter groups are found by what they are.
 
     Parameters
     ----------
@@ -105,18 +109,56 @@ def load_optimizer_state(optimizer: Any, loaded: StateDict) -> None:
     loaded
         What the load returned in its place.
 
+    Raises
+    ------
+    CheckpointingException
+        If the checkpoint has no such parameter groups as the optimizer; its tensors are filled then, its step is not
+        restored.
+
     Examples
     --------
     >>> from types import SimpleNamespace as Made
-    >>> load_optimizer_state(Made(chained_optimizers=[], load_state_dict=print), {"common": {"step": 3}})
-    {'step': 3}
+    >>> inner = Made(param_groups=[{"lr_mult": 1.0, "lr": 0.5}], state={})
+    >>> state = {"common": {"optimizer": {"param_groups": [{"lr_mult": 1.0, "lr": 0.1, "step": 3}]}}}
+    >>> load_optimizer_state(Made(optimizer=inner, load_state_dict=print), state)
+    {'optimizer': {'param_groups': [{'lr_mult': 1.0, 'lr': 0.1, 'step': 3}]}}
     """
-    optimizer.load_state_dict(loaded["common"])
+    optimizer.load_state_dict(_refitted(optimizer, loaded["common"]))
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
             # Megatron gives all parameters one tensor, which torch's Adam would advance once per parameter.
             if isinstance(state.get(_STEP), torch.Tensor):
                 state[_STEP] = state[_STEP].clone()
+
+
+def _refitted(optimizer: Any, common: Any) -> Any:
+    """Return what an optimizer's ``state_dict`` returned, as one whose chain is cut like that of `optimizer` has it."""
+    saved = common if isinstance(common, list) else [common]
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    groups = [group for each in saved for group in each["optimizer"]["param_groups"]]
+    fitted = []
+    for number, part in enumerate(chain):
+        state = saved[number] if len(saved) == len(chain) else saved[0]
+        own = [] if getattr(part, "is_stub_optimizer", False) else part.optimizer.param_groups
+        found = [_like(group, groups) for group in own]
+        fitted.append({**state, "optimizer": {**state["optimizer"], "param_groups": found}})
+    return fitted[0] if len(fitted) == 1 else fitted
+
+
+def _like(own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the saved group that has what tells a group of an optimizer apart from its others.
+
+    Whether its parameters are of experts counts only if there is such a group: where a rank has all experts, they are
+    parameters like others.
+    """
+    marks = {name: own[name] for name in _MARKS if name in own}
+    for names in (marks, marks.keys() - {_OF_EXPERTS}):
+        for group in groups:
+            if all(group.get(name) == marks[name] for name in names):
+                return {**group, **marks}
+    raise SpecError("the checkpoint has no such parameter group as the optimizer", expected=marks,
+                    found=[{name: group.get(name) for name in marks} for group in groups],
+                    remedy="Make the optimizer with the multipliers that it was saved with")  # fmt: skip
 
 
 def flat_parts(leaf: ShardedTensor | ShardedTensorFactory, start: int, stop: int) -> list[FlatPart]:

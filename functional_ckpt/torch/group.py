@@ -17,18 +17,23 @@ from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.board import Board
 from functional_ckpt.torch.lane import Call, Lane
 
-__all__ = ["Link", "TorchGather", "member_link", "torch_gather"]
+__all__ = ["Link", "TorchGather", "announce", "announced", "member_link", "torch_gather"]
 
 
 def torch_gather(
-    process_group: Any, timeout_s: float, purpose: str, what: str | None = None, once: str | None = None
+    process_group: Any,
+    timeout_s: float,
+    purpose: str,
+    what: str | None = None,
+    once: str | None = None,
+    is_over: Callable[[], bool] | None = None,
 ) -> Gather:
     """Return a `Gather` over the members of `process_group` (the default group for None), for one call.
 
     What travels uses connections of our own, not the group's: it lives on the host, neither the caller's collectives
     nor another thread can come between, and a rank that dies or hangs ends no other one. Each `purpose` (``"save"``,
     ``"load"``, ...) has its lane. `what` is told to other ranks that are called for something else. With `once`, a name
-    that all ranks know, the connections are for this call alone.
+    that all ranks know, the connections are for this call alone. Waiting ends when `is_over` says that some never come.
 
     Raises
     ------
@@ -56,7 +61,7 @@ def torch_gather(
     members = tuple(dist.get_process_group_ranks(parent))
     if len(members) == 1:
         return LocalGather(members=members)
-    return Link(_lane(parent, rank, members, purpose, once)).gather(timeout_s, what or purpose)
+    return Link(_lane(parent, rank, members, purpose, once)).gather(timeout_s, what or purpose, is_over)
 
 
 def member_link(members: tuple[int, ...], purpose: str, once: str | None = None) -> "Link | LocalGather":
@@ -74,8 +79,33 @@ def member_link(members: tuple[int, ...], purpose: str, once: str | None = None)
     number = dist.get_rank()
     if number not in members:
         raise SpecError("this process is not one of the ranks that save", rank=number, expected=members)
-    name = f"{purpose}/{blake2b(repr(members).encode(), digest_size=8).hexdigest()}"
-    return Link(_lane(dist.group.WORLD, members.index(number), members, name, once))
+    return Link(_lane(dist.group.WORLD, members.index(number), members, _name(members, purpose), once))
+
+
+def announce(members: tuple[int, ...], purpose: str, once: str, timeout_s: float) -> None:
+    """Let the other `members` know the name of the call that comes next, in place of an earlier one.
+
+    Raises
+    ------
+    ConnectionError
+        If the store in which the ranks have met is gone.
+    """
+    _board(dist.group.WORLD).put(f"{_name(members, purpose)}/next", once, timeout_s)
+
+
+def announced(members: tuple[int, ...], purpose: str, timeout_s: float) -> str | None:
+    """Return the name that was announced last, None if there is none.
+
+    Raises
+    ------
+    ConnectionError
+        If the store in which the ranks have met is gone.
+    """
+    return _board(dist.group.WORLD).read(f"{_name(members, purpose)}/next", timeout_s)
+
+
+def _name(members: tuple[int, ...], purpose: str) -> str:
+    return f"{purpose}/{blake2b(repr(members).encode(), digest_size=8).hexdigest()}"
 
 
 @attrs.frozen(eq=False)

@@ -25,6 +25,7 @@ from functional_ckpt.torch.sharded_base import (
     _logged_deprecations,
     is_main_replica,
     logger,
+    of_megatron,
 )
 from functional_ckpt.torch.sharded_object import ShardedObject
 from functional_ckpt.torch.sharded_tensor import ShardedTensor
@@ -62,6 +63,10 @@ class LocalNonpersistentObject:
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance asks for it: Megatron's class is no ABC
+        return of_megatron("LocalNonpersistentObject") or LocalNonpersistentObject
 
     def unwrap(self) -> Any:
         """Return the object itself."""

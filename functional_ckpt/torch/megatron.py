@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 try:
+    from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -33,14 +34,18 @@ except ImportError:  # gone in 0.19, which asks for methods only
 else:
     _HANDS_COMMON_OVER = False
 
+from functional_ckpt.api import named
 from functional_ckpt.comm import agree
 from functional_ckpt.errors import CheckpointError
 from functional_ckpt.pending import PendingSave
 from functional_ckpt.policy import LoadPolicy, SavePolicy
 from functional_ckpt.torch import sharded_object
+from functional_ckpt.torch.advice import advising
+from functional_ckpt.torch.arrival import has_been_checked, wait_for_rank_0
 from functional_ckpt.torch.core import write_whole
 from functional_ckpt.torch.halves import COMMON_FILE, check_halves
 from functional_ckpt.torch.sharded_base import is_main_replica
+from functional_ckpt.torch.state_tree import leaves_of
 from functional_ckpt.torch.strategies.zarr import (
     BACKEND,
     LOAD_POLICY,
@@ -54,6 +59,7 @@ from functional_ckpt.torch.strategies.zarr import (
 __all__ = ["ZarrLoadStrategy", "ZarrSaveStrategy"]
 
 _POLL_S = 0.05
+_ENTRANCES = (serialization.save.__code__, serialization.load.__code__)
 #: Key of the object as which 0.19 and later hand over the common half; all versions look for it in its file.
 _COMMON_KEY = "common_state"
 
@@ -106,6 +112,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
             On every rank, with the text of all problems; they are its ``__cause__``.
         """
         with _theirs():
+            self._await(sharded_state_dict, checkpoint_dir)
             self._saver.save(self._sharded(sharded_state_dict, checkpoint_dir), checkpoint_dir)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_newer: Any) -> AsyncRequest:
@@ -120,6 +127,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
             On every rank, for what is found before the copy.
         """
         with _theirs():
+            self._await(sharded_state_dict, checkpoint_dir)
             pending = self._saver.start(self._sharded(sharded_state_dict, checkpoint_dir), checkpoint_dir)
         place = Path(tempfile.mkdtemp(prefix="functional_ckpt-"))
         done = place / "done"
@@ -131,6 +139,12 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
                 pending.result()
 
         return AsyncRequest(wait_for, (str(done), os.getpid()), [finish])
+
+    def _await(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        if has_been_checked(_ENTRANCES):
+            what, count = f"save to {named(checkpoint_dir)}", sum(1 for _ in leaves_of(sharded_state_dict))
+            sign = Path(checkpoint_dir, COMMON_FILE)
+            wait_for_rank_0(self._saver.process_group, self._saver.policy.timeout_s, what, count, sign)
 
     def _sharded(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
         if not _HANDS_COMMON_OVER or _COMMON_KEY not in sharded_state_dict:
@@ -171,6 +185,9 @@ class ZarrLoadStrategy(LoadShardedStrategy):
             On every rank, with the text of all problems; they are its ``__cause__``.
         """
         with _theirs():
+            if has_been_checked(_ENTRANCES):
+                what, count = f"load of {named(checkpoint_dir)}", sum(1 for _ in leaves_of(sharded_state_dict))
+                wait_for_rank_0(self._loader.process_group, self._loader.policy.timeout_s, what, count)
             return self._loader.load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, *_newer: Any) -> Any:
@@ -234,11 +251,15 @@ def _announce(pending: PendingSave, done: Path) -> None:
 
 @contextmanager
 def _theirs() -> Iterator[None]:
-    """Raise our errors as Megatron's: its callers catch those."""
+    """Raise our errors as Megatron's, whose callers catch those; they name the strategies of this module."""
     try:
-        yield
+        with advising():
+            yield
     except CheckpointError as error:
-        raise CheckpointingException(str(error)) from error
+        text = str(error)
+        for verb in ("Load", "Save"):
+            text = text.replace(f"Zarr{verb}ShardedStrategy", f"Zarr{verb}Strategy")
+        raise CheckpointingException(text) from error
 
 
 def _without_common(sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:

@@ -17,11 +17,15 @@ from functional_ckpt.torch.sharded_tensor import ShardedTensor
 from functional_ckpt.torch.state_tree import leaves_of
 
 __all__ = [
+    "KEEP_VARS_HINT",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
     "make_sharded_optimizer_tensor",
     "optim_state_to_sharding_state",
 ]
+
+#: What errors and warnings say where the leaves of a model hold copies of its parameters.
+KEEP_VARS_HINT = "Make the model's state dict with keep_vars=True, so that it holds the parameters themselves"
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
@@ -64,9 +68,7 @@ def get_param_id_to_sharded_param_map(
         if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and id(leaf.data) in numbers:
             found[numbers[id(leaf.data)]] = leaf
     if not found:
-        logger.warning(
-            "no sharded tensor of the model holds a parameter of the optimizer: call state_dict with keep_vars=True"
-        )
+        logger.warning("no sharded tensor of the model holds a parameter of the optimizer. %s", KEEP_VARS_HINT)
     return found
 
 
@@ -138,7 +140,7 @@ def optim_state_to_sharding_state(
         wanted = {name: value for name, value in values.items() if name not in exclude_keys}
         if wanted and number not in id_to_sharded_param_map:
             raise SpecError("a parameter of the optimizer is in no sharded tensor of the model", found=number,
-                            remedy="Make the model's state dict with keep_vars=True")  # fmt: skip
+                            remedy=KEEP_VARS_HINT)  # fmt: skip
         state[number] = {
             name: make_sharded_optimizer_tensor(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
             for name, value in wanted.items()

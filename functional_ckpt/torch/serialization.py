@@ -26,7 +26,6 @@ from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.halves import BACKEND, VERSION, check_halves, format_of, make_way, root_of
 from functional_ckpt.torch.sharded_base import CommonStateDict, ShardedStateDict, StateDict
 from functional_ckpt.torch.state_parts import Parts, assembled, objects_of, tensors_of
-from functional_ckpt.torch.state_tree import map_leaves
 from functional_ckpt.torch.strategies.async_calls import AsyncRequest
 from functional_ckpt.torch.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -35,11 +34,14 @@ from functional_ckpt.torch.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
+    get_default_save_common_strategy,
+    get_default_save_sharded_strategy,
     get_default_strategy,
 )
+from functional_ckpt.torch.strategies.fully_parallel import knowing
 from functional_ckpt.torch.validation import (
     StrictHandling,
-    compare_common_state,
+    check_integrity,
     find_mismatches,
     parse_strict_flag,
     report_mismatches,
@@ -49,6 +51,9 @@ from functional_ckpt.torch.validation import (
 __all__ = [
     "CkptShardedMetadata",
     "StrictHandling",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -123,8 +128,9 @@ def save(
     gather = _gather("save", checkpoint_dir)
     with turn_of(gather):
         parts = agree(gather, lambda: Parts.of(state))
+        held = None
         if validate_access_integrity:
-            _check_integrity(parts, gather, preprocess_common_before_consistancy_check)
+            held = check_integrity(parts.sharded, parts.common, gather, preprocess_common_before_consistancy_check)
         agree(gather, lambda: _clear(local_path(checkpoint_dir), sharded_saver.backend, gather.rank == 0))
         common_saver.save_common(parts.common, checkpoint_dir)
         sharded = parts.sharded
@@ -140,10 +146,12 @@ def save(
                 save_config(config, checkpoint_dir)
 
         if async_sharded_save and isinstance(sharded_saver, AsyncSaveShardedStrategy):
-            request = sharded_saver.async_save(sharded, checkpoint_dir)
+            with knowing(sharded_saver, held):
+                request = sharded_saver.async_save(sharded, checkpoint_dir)
             request.add_finalize_fn(finish)
             return request
-        sharded_saver.save(sharded, checkpoint_dir)
+        with knowing(sharded_saver, held):
+            sharded_saver.save(sharded, checkpoint_dir)
         agree(gather, finish)
     return None
 
@@ -328,6 +336,17 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     sharded_loader.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+    """Return the strategy by which `load` loads the sharded half of a checkpoint if it is given none.
+
+    Raises
+    ------
+    CheckpointingException
+        If there is no checkpoint.
+    """
+    return _loaders(checkpoint_dir, None, None)[0]
+
+
 def _gather(purpose: str, checkpoint_dir: str | Path) -> Gather:
     # Not the lanes of what is called below, which have calls of their own.
     return torch_gather(None, _TIMEOUT_S, f"serialization.{purpose}", f"{purpose} of {named(checkpoint_dir)}")
@@ -379,14 +398,6 @@ def _require_root(checkpoint_dir: str | Path, root: bytes | None) -> None:
     if root_of(checkpoint_dir) != root:
         raise ReplacedError("the checkpoint was replaced or removed while its halves were loaded",
                             path=str(checkpoint_dir), remedy="If it was overwritten, load it again")  # fmt: skip
-
-
-def _check_integrity(parts: Parts, gather: Gather, preprocess: Callable[[CommonStateDict], StateDict] | None) -> None:
-    compared = map_leaves(lambda leaf: leaf, parts.common)
-    if preprocess is not None:
-        compared = agree(gather, lambda: preprocess(compared))
-    compare_common_state(compared, gather)
-    validate_sharding_integrity(parts.sharded, gather)
 
 
 def _clear(path: Path, backend: str, coordinates: bool) -> None:

@@ -1,9 +1,10 @@
 """What all sharded leaves have in common, and the type aliases of state dicts."""
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ __all__ = [
     "about",
     "is_main_replica",
     "logger",
+    "of_megatron",
     "warn_once",
 ]
 
@@ -38,6 +40,8 @@ CheckpointingException = CheckpointError
 
 # The texts that this process has warned of.
 _logged_deprecations: dict[str, bool] = {}
+# The classes of leaves that Megatron has been told of.
+_introduced: set[type] = set()
 
 
 class ShardedBase(ABC):
@@ -55,6 +59,12 @@ class ShardedBase(ABC):
     data: object
     replica_id: ReplicaId
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Make sure that Megatron, if it is there, takes the leaf for a sharded one: it would pickle rank 0's data."""
+        if cls not in _introduced:
+            _introduce(cls)
+        return super().__new__(cls)
+
     @abstractmethod
     def validate_metadata_integrity(self) -> None:
         """Raise `CheckpointingException` if the fields contradict each other."""
@@ -62,6 +72,26 @@ class ShardedBase(ABC):
     @abstractmethod
     def without_data(self) -> "ShardedBase":
         """Return a copy whose `data` is None."""
+
+
+def of_megatron(name: str) -> Any:
+    """Return a class of Megatron's by its name, or None if the process has not imported it.
+
+    Examples
+    --------
+    >>> of_megatron("NoSuchLeaf") is None
+    True
+    """
+    return getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), name, None)
+
+
+def _introduce(cls: type) -> None:
+    """Let ``isinstance`` say that a leaf of ours is one of Megatron's: its leaves are abstract base classes."""
+    known = [(base, of_megatron(base.__name__)) for base in cls.__mro__ if base.__module__.startswith(__package__)]
+    for ours, theirs in known:
+        if theirs is not None:
+            theirs.register(ours)
+            _introduced.add(cls)
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:

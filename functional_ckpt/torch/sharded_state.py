@@ -30,6 +30,7 @@ __all__ = [
     "as_tensor",
     "is_object",
     "is_tensor",
+    "leaf_as_ours",
     "leaves_to_save",
     "stored_leaves",
 ]
@@ -114,13 +115,29 @@ def as_ours(state: Any) -> Any:
 
     def convert(leaf: Any) -> Any:
         try:
-            return _CONVERSIONS.get(_kind(type(leaf)), _unchanged)(leaf)
+            return leaf_as_ours(leaf)
         except CheckpointError as problem:
             problems.append(problem)
 
     result = map_leaves(convert, state)
     raise_problems(problems)
     return result
+
+
+def leaf_as_ours(leaf: Any) -> Any:
+    """Return a leaf of Megatron's as ours, any other as it is.
+
+    Raises
+    ------
+    CheckpointingException
+        If its fields contradict each other; names the key.
+
+    Examples
+    --------
+    >>> leaf_as_ours(3)
+    3
+    """
+    return _CONVERSIONS.get(_kind(type(leaf)), _unchanged)(leaf)
 
 
 def _as_factory(leaf: Any) -> ShardedTensorFactory:

@@ -114,8 +114,8 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the shards of the global tensor form a regular grid."""
-        return self.axis_fragmentations is not None
+        """Whether the shards of the global tensor form a regular grid; ranges of flattened shards form none."""
+        return self.axis_fragmentations is not None and self.flattened_range is None
 
     def global_slice(self) -> tuple[int | slice, ...]:
         """Return the index into the global tensor that yields the (unflattened) local one.

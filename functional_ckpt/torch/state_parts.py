@@ -5,15 +5,18 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import SpecError, UnsupportedLeafError, raise_problems
-from functional_ckpt.torch.factory import ShardedTensorFactory, built, merged
+from functional_ckpt.errors import CheckpointError, SpecError, UnsupportedLeafError, raise_problems
+from functional_ckpt.torch.factory import ShardedTensorFactory, merged
 from functional_ckpt.torch.mapping import LocalNonpersistentObject
 from functional_ckpt.torch.sharded_base import ShardedBase, StateDict
 from functional_ckpt.torch.sharded_object import ShardedObject
-from functional_ckpt.torch.sharded_state import as_ours
+from functional_ckpt.torch.sharded_state import leaf_as_ours
 from functional_ckpt.torch.state_tree import NOTHING, joined, leaves_of, map_leaves, picked, with_lists
 
 __all__ = ["Parts", "assembled", "objects_of", "tensors_of"]
+
+#: Positions among what `_sorted` returns.
+_SOURCE, _COMMON = 0, 2
 
 
 @attrs.frozen
@@ -32,16 +35,10 @@ class Parts:
         """Take a state dict apart; Megatron's leaves are understood too."""
         if not isinstance(state, dict):
             raise SpecError("a state dict is a dict", expected="dict", found=type(state).__name__)
-        state = as_ours(state)
-        source = built(state)
-        raise_problems(_hidden(leaf) for leaf in leaves_of(source) if _hides_a_shard(leaf))
-        return cls(
-            source,
-            _part(lambda leaf: isinstance(leaf, ShardedBase), source),
-            _part(lambda leaf: not isinstance(leaf, ShardedBase | LocalNonpersistentObject), source, True),
-            _part(lambda leaf: isinstance(leaf, LocalNonpersistentObject), source),
-            _part(lambda leaf: isinstance(leaf, ShardedTensorFactory), state),
-        )
+        problems: list[CheckpointError] = []
+        parts = _sorted(state, problems)
+        raise_problems(problems)
+        return cls(*({} if part is NOTHING else part for part in parts))
 
     def without(self, keys: set[str]) -> "Parts":
         """Leave out sharded leaves; a factory that would lack one is left out whole."""
@@ -55,6 +52,39 @@ class Parts:
             sharded=_part(lambda leaf: leaf.key not in gone, self.sharded),
             factories=_part(lambda leaf: leaf.key not in dropped, self.factories),
         )
+
+
+def _sorted(tree: Any, problems: list[CheckpointError], of_factory: bool = False) -> tuple[Any, ...]:
+    """Return what is stored in place of a tree, and of that the sharded, common and local leaves, and the factories.
+
+    One walk does it all: a state has a million leaves. What a factory builds is not looked into for factories.
+    """
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        found = [(place, _sorted(child, problems, of_factory)) for place, child in items]
+        return tuple(_container(tree, [(place, parts[kind]) for place, parts in found], kind) for kind in range(5))
+    try:
+        leaf = leaf_as_ours(tree)
+    except CheckpointError as problem:
+        problems.append(problem)
+        return (NOTHING,) * 5
+    if isinstance(leaf, ShardedTensorFactory) and not of_factory:
+        return (*_sorted(leaf.build(), problems, True)[:4], leaf)
+    if isinstance(leaf, ShardedBase):
+        return leaf, leaf, NOTHING, NOTHING, NOTHING
+    if isinstance(leaf, LocalNonpersistentObject):
+        return leaf, NOTHING, NOTHING, leaf, NOTHING
+    if _hides_a_shard(leaf):
+        problems.append(_hidden(leaf))
+    return leaf, NOTHING, leaf, NOTHING, NOTHING
+
+
+def _container(tree: Any, children: list[tuple[Any, Any]], kind: int) -> Any:
+    """Return the part of a container that is of one kind, as `picked` does; what is empty is common."""
+    parts = {place: part for place, part in children if part is not NOTHING}
+    if not parts and (tree or kind not in (_SOURCE, _COMMON)):
+        return NOTHING
+    return list(parts.values()) if isinstance(tree, list) and len(parts) == len(tree) else parts
 
 
 def _hides_a_shard(leaf: Any) -> bool:

@@ -102,6 +102,8 @@ def joined(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Any:
 def with_lists(tree: Any, like: Any, holes: bool = False, path: tuple[Any, ...] = ()) -> Any:
     """Return a tree with lists in place of dicts of positions, where `like` has a list; `holes` stay such dicts.
 
+    A dict of names is what it is, whatever `like` has in its place.
+
     Raises
     ------
     CheckpointingException
@@ -119,7 +121,7 @@ def with_lists(tree: Any, like: Any, holes: bool = False, path: tuple[Any, ...] 
     found = {place: with_lists(child, places.get(place), holes, (*path, place)) for place, child in items}
     if isinstance(tree, list):
         return list(found.values())
-    if not isinstance(like, list):
+    if not isinstance(like, list) or not all(type(place) is int for place in found):
         return found
     if {*found} == {*range(len(found))}:
         return [found[i] for i in range(len(found))]

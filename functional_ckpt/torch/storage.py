@@ -46,7 +46,7 @@ from functional_ckpt.torch.dcp import (
     with_storage_data,
     write_result,
 )
-from functional_ckpt.torch.group import Link, member_link
+from functional_ckpt.torch.group import Link, announce, announced, member_link
 from functional_ckpt.torch.items import captured_plan
 from functional_ckpt.torch.rank_local import with_pure_grid
 from functional_ckpt.torch.storage_reader import ZarrStorageReader, has_store
@@ -57,6 +57,7 @@ __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader",
 #: Objects that are no plain values are written too, as with DCP's own storage.
 _SAVE_POLICY = SavePolicy(object_codec="torch")
 _PLANS = PlanMemory()
+_PURPOSE = "dcp"
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -140,9 +141,11 @@ class ZarrStorageWriter(StorageWriter):
         ranks, self._count = _members_of(plans), len(plans)
         if ranks is None:
             return plans
-        # A rank that keeps its cached plan is told nothing, and so no rank can go by this name.
-        is_told = all(getattr(plan, "usable", True) for plan in plans)
-        self._members = Members(ranks, secrets.token_hex(8) if is_told else None)
+        save_id = secrets.token_hex(8)
+        self._members = Members(ranks, save_id)
+        if len(ranks) > 1 and not all(getattr(plan, "usable", True) for plan in plans):
+            # A rank that keeps its cached plan is told nothing by DCP.
+            announce(ranks, _PURPOSE, save_id, self.policy.timeout_s)
         return [with_storage_data(plan, self._members) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
@@ -223,8 +226,11 @@ class ZarrStorageWriter(StorageWriter):
                 remedy="Turn plan caching off, or save with the default process group",
             )  # fmt: skip
         # A save that failed elsewhere is still waited for by the others: the next one has connections of its own.
-        purpose = "dcp" if self._with_collectives else "dcp without collectives"
-        return member_link(members, purpose, save_id if is_new else None)
+        if not self._with_collectives:
+            return member_link(members, f"{_PURPOSE} without collectives")
+        if not is_new and len(members) > 1:
+            save_id = announced(members, _PURPOSE, self.policy.timeout_s)
+        return member_link(members, _PURPOSE, save_id)
 
     def _drop(self) -> None:
         writing, self._writing, self._members = self._writing, None, None

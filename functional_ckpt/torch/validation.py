@@ -1,6 +1,6 @@
 """Checks before a save or load: the shards of all ranks cover every tensor once, request and checkpoint agree."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from math import prod
 from typing import Any
@@ -24,12 +24,13 @@ from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.values import plain_text
 from functional_ckpt.torch.exceptions import asserted
 from functional_ckpt.torch.objects import dump
-from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict, is_main_replica, logger
+from functional_ckpt.torch.sharded_base import CommonStateDict, ShardedStateDict, StateDict, is_main_replica, logger
 from functional_ckpt.torch.sharded_state import as_object, as_tensor, is_object, is_tensor
-from functional_ckpt.torch.state_tree import leaves_of
+from functional_ckpt.torch.state_tree import leaves_of, map_leaves
 
 __all__ = [
     "StrictHandling",
+    "check_integrity",
     "compare_common_state",
     "find_mismatches",
     "parse_strict_flag",
@@ -151,8 +152,10 @@ class _Cell:
     count: int
 
 
-def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> None:
+def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> list[ShardTable]:
     """Check that the main copies of all ranks cover every tensor and every grid of objects exactly once.
+
+    Returns the shards of tensors of each rank, which it has gathered.
 
     Raises
     ------
@@ -174,6 +177,27 @@ def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) 
     # One rank looks, since all would find the same; each raises it.
     found = together(gather, lambda: _problems(held) if gather.rank == 0 else [])
     raise_problems(found[0])
+    return [table for table, _ in held]
+
+
+def check_integrity(
+    sharded: ShardedStateDict,
+    common: CommonStateDict,
+    gather: Gather,
+    preprocess: Callable[[CommonStateDict], StateDict] | None,
+) -> list[ShardTable]:
+    """Do what `validate_sharding_integrity` does, and compare the common half; `preprocess` gets a copy of it.
+
+    Examples
+    --------
+    >>> from functional_ckpt.comm import LocalGather
+    >>> len(check_integrity({}, {"step": 3}, LocalGather(), None))
+    1
+    """
+    if preprocess is not None:
+        common = agree(gather, lambda: preprocess(map_leaves(lambda leaf: leaf, common)))
+    compare_common_state(common, gather)
+    return validate_sharding_integrity(sharded, gather)
 
 
 def _held(sharded_part: ShardedStateDict, rank: int) -> tuple[ShardTable, list[_Cell]]:

@@ -10,8 +10,11 @@ VOCABULARY, LENGTH, BATCH = 66, 8, 4
 BUCKET = 700
 
 
-def gpt(tp, pp, dtype=torch.float32, distributed=True, **sizes):
-    """Return this rank's part of the model below DDP, and its optimizer; `distributed` says of what kind."""
+def gpt(tp, pp, dtype=torch.float32, ep=1, experts=None, distributed=True, **sizes):
+    """Return this rank's part of the model below DDP, and its optimizer; `experts` are dealt to `ep` ranks.
+
+    `distributed` says of what kind the optimizer is.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -24,10 +27,14 @@ def gpt(tp, pp, dtype=torch.float32, distributed=True, **sizes):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     torch.manual_seed(10 * tp + pp)
     sizes = {"num_layers": 4, "hidden_size": 12, "vocabulary": VOCABULARY, "bucket": BUCKET, **sizes}
+    moe = {
+        "num_moe_experts": experts, "moe_router_topk": 2, "expert_model_parallel_size": ep, "add_bias_linear": False,
+    } if experts else {}  # fmt: skip
     config = TransformerConfig(
+        **moe,
         num_layers=sizes["num_layers"], hidden_size=sizes["hidden_size"], num_attention_heads=4,
         gated_linear_unit=True, use_cpu_initialization=True, params_dtype=dtype, pipeline_dtype=dtype,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, attention_dropout=0.0, hidden_dropout=0.0,
@@ -35,7 +42,8 @@ def gpt(tp, pp, dtype=torch.float32, distributed=True, **sizes):
         gradient_accumulation_fusion=False, persist_layer_norm=False, finalize_model_grads_func=finalize_model_grads,
     )  # fmt: skip
     model = GPTModel(
-        config, get_gpt_layer_local_spec(), sizes["vocabulary"], LENGTH, share_embeddings_and_output_weights=True,
+        config, get_gpt_layer_local_spec(num_experts=experts), sizes["vocabulary"], LENGTH,
+        share_embeddings_and_output_weights=True,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     ).to(dtype)  # fmt: skip
     buckets = DistributedDataParallelConfig(

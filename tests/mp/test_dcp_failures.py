@@ -225,16 +225,20 @@ def held(step, broken=None):
 
 def save_in_turn(path, kinds):
     """Save again and again in several ways; those that fail on one rank must fail on all, the others must not."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
     for step, kind in enumerate(kinds):
         target = f"{path}/{step}"
         options = {"storage_writer": writer(target, policy=PATIENT)}
-        if kind == "alone":
-            dcp().save(held(step), use_collectives=False, **options)
-        elif "async" in kind:
-            dcp().async_save(held(step), **options).result()
-        elif kind == "broken":
+        if "cached" in kind:
+            options["planner"] = DefaultSavePlanner(enable_plan_caching=True)
+        if "alone" in kind:
+            options["use_collectives"] = False
+        if "broken" in kind:
             with pytest.raises(BaseException, match="meta"):
                 dcp().save(held(step, broken=1), **options)
+        elif "async" in kind:
+            dcp().async_save(held(step), **options).result()
         else:
             dcp().save(held(step), **options)
 
@@ -245,12 +249,14 @@ def save_in_turn(path, kinds):
         ("async", "async", "broken", "async", "async", "save") * 2,
         ("broken", "async", "broken", "async"),
         ("broken", "alone", "broken", "save", "alone"),
+        ("alone and broken", "alone", "alone and broken", "async", "alone and broken", "save"),
+        ("cached", "cached, broken", "cached async", "cached, broken", "async", "cached", "cached async"),
     ],
-    ids=["all", "async", "alone"],
+    ids=["all", "async", "alone", "alone and broken", "cached"],
 )
 def test_saves_after_one_that_failed_on_one_rank(two, tmp_path, kinds):
     """What waits for ranks of a save that failed elsewhere must not meet those of the next one."""
     two.run(save_in_turn, str(tmp_path), kinds, limit_s=100.0)  # who waits for the timeout hangs
-    whole = [str(step) for step, kind in enumerate(kinds) if kind != "broken"]
+    whole = [str(step) for step, kind in enumerate(kinds) if "broken" not in kind]
     assert sorted(os.listdir(tmp_path)) == sorted(whole)
     assert all(fc.verify(tmp_path / name).ok for name in whole)

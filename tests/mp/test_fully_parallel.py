@@ -64,29 +64,76 @@ def test_each_rank_writes_a_fair_part_and_each_chunk_is_read_once(four, tmp_path
     assert read == sorted(str(p.relative_to(tmp_path / "1")) for p in (tmp_path / "1").glob("w*/c*"))
 
 
-def foreign():
-    from functional_ckpt.errors import PolicyError
-    from functional_ckpt.torch.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-    from functional_ckpt.torch.strategies.fully_parallel import (
-        FullyParallelLoadStrategyWrapper,
-        FullyParallelSaveStrategyWrapper,
-    )
-    from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy
+def foreign(path):
+    import torch
+
+    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.strategies.base import LoadShardedStrategy
+    from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     class Loader(LoadShardedStrategy):
-        check_backend_compatibility = check_version_compatibility = load = load_tensors_metadata = None
+        """Reads in a way of its own: what each rank asks for is its rank."""
 
-    class Saver(SaveShardedStrategy):
-        def save(self, sharded_state_dict, checkpoint_dir):
-            return None
+        can_handle_sharded_objects = True
 
-    with pytest.raises(PolicyError, match="read Zarr"):
-        FullyParallelLoadStrategyWrapper(Loader())
-    with pytest.raises(NotImplementedError, match="exchange_algo"):
-        FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), None, False, "carrier pigeon")
-    with pytest.raises(PolicyError, match="background"):
-        FullyParallelSaveStrategyWrapper(Saver("a", 1)).async_save({}, "")
+        def load(self, sharded_state_dict, checkpoint_dir):
+            return {key: torch.full_like(leaf.data, launch.rank()) for key, leaf in sharded_state_dict.items()}
+
+        def check_backend_compatibility(self, loaded_backend):
+            pass
+
+        check_version_compatibility = load_tensors_metadata = check_backend_compatibility
+
+    def state():
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3), replica_id=launch.rank())}
+
+    save(state(), path)
+    return load(state(), path, FullyParallelLoadStrategyWrapper(Loader()))["w"].tolist()
 
 
-def test_what_cannot_be_wrapped_is_refused():
-    foreign()
+def test_ranks_with_a_strategy_of_others_read_for_themselves(two, tmp_path):
+    assert two.run(foreign, tmp_path / "a") == [[0.0] * 3, [1.0] * 3]
+
+
+def gathers(path, cached):
+    """Return how often specs were gathered in each of three saves."""
+    import pickle
+
+    from functional_ckpt.torch.group import TorchGather
+    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+
+    counts = [0]
+    real = TorchGather.all_gather
+
+    def counting(self, value):
+        text = pickle.dumps(value)
+        counts[-1] += b"ShardRows" in text or b"ShardSpec" in text
+        return real(self, value)
+
+    def state():
+        cut = ShardedTensor(
+            "cut", launch.values(3, 4), launch.values(1).dtype, (3, 4), (6, 4), (3 * launch.rank(), 0), None
+        )
+        return {**replicated(lambda i: launch.values(10 + cached, i + 1, seed=i)), "cut": cut}
+
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), None, cached)
+    TorchGather.all_gather = counting
+    try:
+        for number in range(3):
+            save(state(), path / str(number), saver)
+            counts.append(0)
+    finally:
+        TorchGather.all_gather = real
+    found = load(state(), path / "2", validate_access_integrity=False)
+    launch.same(found["cut"], launch.values(3, 4))
+    return counts[:3]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_specs_are_gathered_to_check_and_deal_them_and_to_plan_once(two, tmp_path, cached):
+    """What checks them hands them to what deals them; plans of equal saves are remembered."""
+    assert two.run(gathers, tmp_path, cached) == [[2, 1, 1]] * 2

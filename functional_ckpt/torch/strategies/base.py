@@ -26,6 +26,8 @@ __all__ = [
     "StrategyAction",
     "async_calls",
     "default_strategies",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
     "get_default_strategy",
     "register_built_in_strategy",
     "register_default_strategy",
@@ -194,6 +196,7 @@ default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(d
 async_calls = AsyncCallsQueue()
 
 _BUILT_IN = ("functional_ckpt.torch.strategies.zarr", "functional_ckpt.torch.strategies.common_file")
+_BACKEND, _VERSION = "functional_ckpt", 1
 _METHODS = {
     StrategyAction.LOAD_COMMON: "load_common",
     StrategyAction.LOAD_SHARDED: "load",
@@ -227,6 +230,28 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
             remedy="Register one with register_default_strategy",
         )  # fmt: skip
     return known[backend, version]
+
+
+def get_default_save_sharded_strategy(backend: str = _BACKEND, version: int = _VERSION) -> SaveShardedStrategy:
+    """Return the strategy that `save` takes for the sharded half if it is given none.
+
+    Examples
+    --------
+    >>> str(get_default_save_sharded_strategy())
+    'ZarrSaveShardedStrategy(functional_ckpt, 1)'
+    """
+    return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
+
+
+def get_default_save_common_strategy(backend: str = _BACKEND, version: int = _VERSION) -> SaveCommonStrategy:
+    """Return the strategy that `save` takes for the common half if it is given none.
+
+    Examples
+    --------
+    >>> str(get_default_save_common_strategy())
+    'ZarrSaveCommonStrategy(functional_ckpt, 1)'
+    """
+    return get_default_strategy(StrategyAction.SAVE_COMMON, backend, version)  # type: ignore[no-any-return]
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: _Strategy) -> None:

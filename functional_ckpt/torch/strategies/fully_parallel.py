@@ -1,14 +1,16 @@
 """Wrappers that spread the work over ranks which hold copies: of saving, and of reading."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from functional_ckpt.comm import agree, together
+from functional_ckpt.comm import Gather, agree, together
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.torch.exceptions import AlgorithmError
 from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.sharded_base import ShardedStateDict, StateDict
@@ -18,7 +20,7 @@ from functional_ckpt.torch.strategies.async_calls import AsyncRequest
 from functional_ckpt.torch.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy, SaveShardedStrategy
 from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy
 
-__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"]
+__all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper", "knowing"]
 
 _TIMEOUT_S = 600.0
 
@@ -51,7 +53,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
-        self._mine: frozenset[Any] | None = None
+        #: The places of the shards that this rank writes, of the save that dealt them; None before it.
+        self.cached_distribution: frozenset[Any] | None = None
+        self._told: Sequence[ShardTable] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -83,11 +87,10 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             On every rank of the group, if any has a leaf that contradicts itself.
         """
         gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
-        mine = self._mine
+        mine = self.cached_distribution if self.do_cache_distribution else None
         if mine is None:
-            held = together(gather, lambda: [as_tensor(x).spec for x in leaves_of(sharded_state_dict) if is_tensor(x)])
-            mine = _dealt(held, gather.rank)
-            self._mine = mine if self.do_cache_distribution else None
+            mine = _dealt(self._held(sharded_state_dict, gather), gather.rank)
+            self.cached_distribution = mine if self.do_cache_distribution else None
         left = set(mine)
 
         def relabelled(leaf: Any) -> Any:
@@ -101,6 +104,38 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             return _relabelled(leaf, 0 if is_writer else 1)
 
         return agree(gather, lambda: map_leaves(relabelled, sharded_state_dict))
+
+    def _held(self, sharded_state_dict: ShardedStateDict, gather: Gather) -> Sequence[ShardTable]:
+        """Return the shards that each rank of the group holds, which may be known already."""
+        if self._told is not None:
+            members: Sequence[int] = getattr(gather, "members", None) or range(gather.size)
+            return [self._told[number] for number in members]
+
+        def describe() -> ShardTable:
+            specs = [as_tensor(leaf).spec for leaf in leaves_of(sharded_state_dict) if is_tensor(leaf)]
+            return ShardTable.of(gather.rank, specs)
+
+        return together(gather, describe)
+
+
+@contextmanager
+def knowing(strategy: SaveShardedStrategy, told: Sequence[ShardTable] | None) -> Iterator[None]:
+    """Spare the wrapper to gather again, while it saves, the shards of all ranks of the default group, if it is one.
+
+    Examples
+    --------
+    >>> from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+    >>> with knowing(ZarrSaveShardedStrategy(), None):
+    ...     pass
+    """
+    if not isinstance(strategy, FullyParallelSaveStrategyWrapper):
+        yield
+        return
+    strategy._told = told
+    try:
+        yield
+    finally:
+        strategy._told = None
 
 
 def _place(shard: ShardSpec) -> Any:
@@ -123,13 +158,13 @@ class _Held:
     nbytes: int
 
 
-def _dealt(held: Sequence[Sequence[ShardSpec]], rank: int) -> frozenset[Any]:
-    """Return the places of the shards that `rank` writes."""
+def _dealt(held: Sequence[ShardTable], rank: int) -> frozenset[Any]:
+    """Return the places of the shards that `rank` writes, by its position among those that hold them."""
     ranks: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     mains: dict[Any, None] = {}
-    for holder, shards in enumerate(held):
-        for shard in shards:
+    for holder, table in enumerate(held):
+        for shard in map(table.shard, range(len(table.rows.array))):
             place = _place(shard)
             ranks.setdefault(place, []).append(holder)
             sizes[place] = shard.size * shard.array.itemsize
@@ -152,7 +187,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Parameters
     ----------
     strategy
-        A `ZarrLoadShardedStrategy`.
+        A `ZarrLoadShardedStrategy`. With one of others, whose reading cannot be split, each rank reads what it wants.
     parallelization_group
         Ranks that read for one another; None for the default group.
     do_cache_distribution
@@ -163,7 +198,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Raises
     ------
     CheckpointingException
-        For another strategy, or a way to exchange that Megatron does not know (a ``NotImplementedError`` too).
+        For what cannot load, or a way to exchange that Megatron does not know (a ``NotImplementedError`` too).
 
     Examples
     --------
@@ -178,9 +213,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         do_cache_distribution: bool = False,
         exchange_algo: str = "broadcast",
     ) -> None:
-        if not isinstance(strategy, ZarrLoadShardedStrategy):
-            raise PolicyError("only ranks that read Zarr can read for one another", found=type(strategy).__name__,
-                              expected="ZarrLoadShardedStrategy")  # fmt: skip
+        if isinstance(strategy, type) or not callable(getattr(strategy, "load", None)):
+            raise PolicyError("this is no strategy that loads", found=repr(strategy), expected="LoadShardedStrategy")
         if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
             raise AlgorithmError("exchange_algo is unknown", found=exchange_algo,
                                  expected="'broadcast', 'gather_object' or 'gather_rounds'")  # fmt: skip
@@ -196,8 +230,10 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Return the state dict with each leaf replaced; all ranks of the group call it."""
-        shared = self.base_strategy.reading_once(self.parallelization_group)
-        return shared.load(sharded_state_dict, checkpoint_dir)
+        strategy = self.base_strategy
+        if isinstance(strategy, ZarrLoadShardedStrategy):
+            strategy = strategy.reading_once(self.parallelization_group)
+        return strategy.load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return what the wrapped strategy does."""

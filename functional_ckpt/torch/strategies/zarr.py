@@ -19,6 +19,7 @@ from functional_ckpt.pending import PendingSave
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.policy import Commit, LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.torch.advice import COMMON_HALF, SHARDED_HALF, advising
 from functional_ckpt.torch.group import torch_gather
 from functional_ckpt.torch.halves import (
     BACKEND,
@@ -114,6 +115,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         """Yes."""
         return True
 
+    @advising(SHARDED_HALF)
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save now; all ranks call it.
 
@@ -139,6 +141,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         """
         return AsyncRequest(self.start(sharded_state_dict, checkpoint_dir).result, (), [])
 
+    @advising(SHARDED_HALF)
     def start(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PendingSave:
         """Do what `async_save` does, and return the running save itself.
 
@@ -224,6 +227,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         policy = attrs.evolve(self.policy, read_once=True)
         return type(self)(policy=policy, process_group=process_group)
 
+    @advising(SHARDED_HALF)
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
         """Return the state dict with each leaf replaced; tensors that hold data are filled in place.
 
@@ -297,6 +301,7 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
         """Yes."""
         return True
 
+    @advising(COMMON_HALF)
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Save the common half; all ranks call it.
 
@@ -338,6 +343,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
         """Yes."""
         return True
 
+    @advising(COMMON_HALF)
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Return the common half, tensors on the CPU; the plain values of what DCP or `functional_ckpt.save` wrote.
 
