@@ -223,7 +223,7 @@ def victim(root, step):
 def left_by_victims(root, step):
     """Return the last effect of each case."""
     command = [sys.executable, "-m", "tests.test_halves", str(root), str(step)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2000, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
