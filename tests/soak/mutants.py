@@ -66,7 +66,8 @@ MUTANTS = (
     ),
     Mutant(
         "nobody looks whether the checkpoint was replaced between its halves", "torch/serialization.py",
-        "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:", ("tests/test_halves.py", "-k", "while_its_halves"),
+        "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:",
+        ("tests/test_halves.py", "-k", "while_its_halves"),
     ),
     Mutant(
         "a claim is unlocked before it is unlinked", "store/claim.py",

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.test_halves import CASES, check_case, left_by_victims
+from tests.halves import CASES, check_case, left_by_victims
 
 
 @pytest.fixture(scope="module")
