@@ -18,8 +18,9 @@ from functional_ckpt.torch.group import torch_gather
 
 __all__ = ["Expectation", "has_been_checked", "wait_for_rank_0"]
 
-#: How long rank 0 may take besides checking, in seconds, without a change of the file that it writes.
-PATIENCE_S = 20.0
+#: How long rank 0 may take besides checking, in seconds, without a change of the file that it writes. A rank 0 that dies is
+#: noticed at once by other means; so this is long enough for one that is only slow, on a file system that stalls.
+PATIENCE_S = 60.0
 #: How long it may take to check one shard of one rank: some fifty times what it takes.
 PER_SHARD_S = 0.0005
 
