@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("megatron") else ["functional_ckpt/torch/megatron.py"]
+collect_ignore = [] if find_spec("megatron") else ["functional_ckpt/torch/megatron/plugin.py"]

@@ -32,7 +32,7 @@ from benchmarks.sharded import DState, Library, all_ranks, library, prove, shard
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, new_table, time_cells
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, LocalShards, SavePolicy, ShardSpec
-from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
 
 NO_CRC, ZARR = "DCP, no CRC", "DCP over ours"
 ROWS, COLUMNS = 0, 1

@@ -25,14 +25,14 @@ from benchmarks.options import chosen_size, new_parser, tell
 from benchmarks.place import default_directories, scratch_place
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, time_cells
-from functional_ckpt.capture import capture
-from functional_ckpt.comm import LocalGather
-from functional_ckpt.planning import PlanMemory, Planner
-from functional_ckpt.torch.mapping import ShardedTensor
-from functional_ckpt.torch.sharded_state import leaves_to_save
-from functional_ckpt.torch.state_parts import Parts
-from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
-from functional_ckpt.torch.validation import validate_sharding_integrity
+from functional_ckpt.run.capture import capture
+from functional_ckpt.run.comm import LocalGather
+from functional_ckpt.run.planning import PlanMemory, Planner
+from functional_ckpt.torch.megatron.mapping import ShardedTensor
+from functional_ckpt.torch.megatron.sharded_state import leaves_to_save
+from functional_ckpt.torch.megatron.state_parts import Parts
+from functional_ckpt.torch.megatron.strategies.zarr import ZarrSaveShardedStrategy
+from functional_ckpt.torch.megatron.validation import validate_sharding_integrity
 
 RANKS = 4
 STEPS = ("flatten", "validate", "describe", "plan")

@@ -18,13 +18,13 @@ from benchmarks.place import Place
 from benchmarks.state import MIB, large_tensors, same_bits
 from functional_ckpt import LayoutPolicy
 from functional_ckpt.store.files import FileStore
-from functional_ckpt.torch.mapping import ShardedTensor
-from functional_ckpt.torch.serialization import load, save
-from functional_ckpt.torch.strategies.fully_parallel import (
+from functional_ckpt.torch.megatron.mapping import ShardedTensor
+from functional_ckpt.torch.megatron.serialization import load, save
+from functional_ckpt.torch.megatron.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from functional_ckpt.torch.strategies.zarr import (
+from functional_ckpt.torch.megatron.strategies.zarr import (
     SAVE_POLICY,
     ZarrLoadShardedStrategy,
     ZarrSaveCommonStrategy,

@@ -22,9 +22,9 @@ from benchmarks.place import Place, footprint
 from benchmarks.ranks_job import Peak, Times
 from benchmarks.rss import peak_extra_nbytes
 from functional_ckpt import SavePolicy
-from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
-from functional_ckpt.torch.serialization import load, save
-from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+from functional_ckpt.torch.megatron.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
+from functional_ckpt.torch.megatron.serialization import load, save
+from functional_ckpt.torch.megatron.strategies.zarr import ZarrSaveShardedStrategy
 from tests.mp.cpu_as_cuda import pretend
 from tests.mp.megatron_training import gpt
 

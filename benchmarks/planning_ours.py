@@ -26,8 +26,8 @@ from functional_ckpt.plan.state import (
     filled,
     merge_structures,
 )
-from functional_ckpt.planning import Plan, opened, plan_gathered, sealed
-from functional_ckpt.policy import SavePolicy
+from functional_ckpt.run.planning import Plan, opened, plan_gathered, sealed
+from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from functional_ckpt import errors
     from functional_ckpt.api import async_save, diff, load, save
-    from functional_ckpt.checkpoint import Checkpoint, StoredArray, open_checkpoint
-    from functional_ckpt.leaves import LocalShards, PerRank
-    from functional_ckpt.pending import PendingSave
     from functional_ckpt.plan.layout import LayoutPolicy
     from functional_ckpt.plan.manifest import Manifest
-    from functional_ckpt.policy import LoadPolicy, SavePolicy, Strict
-    from functional_ckpt.progress import Progress
+    from functional_ckpt.run.checkpoint import Checkpoint, StoredArray, open_checkpoint
+    from functional_ckpt.run.leaves import LocalShards, PerRank
+    from functional_ckpt.run.pending import PendingSave
+    from functional_ckpt.run.policy import LoadPolicy, SavePolicy, Strict
+    from functional_ckpt.run.progress import Progress
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
     from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
@@ -37,18 +37,18 @@ _MODULES = {
     "diff": "api",
     "load": "api",
     "save": "api",
-    "Checkpoint": "checkpoint",
-    "StoredArray": "checkpoint",
-    "open_checkpoint": "checkpoint",
-    "LocalShards": "leaves",
-    "PerRank": "leaves",
-    "PendingSave": "pending",
+    "Checkpoint": "run.checkpoint",
+    "StoredArray": "run.checkpoint",
+    "open_checkpoint": "run.checkpoint",
+    "LocalShards": "run.leaves",
+    "PerRank": "run.leaves",
+    "PendingSave": "run.pending",
     "LayoutPolicy": "plan.layout",
     "Manifest": "plan.manifest",
-    "LoadPolicy": "policy",
-    "SavePolicy": "policy",
-    "Strict": "policy",
-    "Progress": "progress",
+    "LoadPolicy": "run.policy",
+    "SavePolicy": "run.policy",
+    "Strict": "run.policy",
+    "Progress": "run.progress",
     "ArraySpec": "spec.array",
     "ObjectSpec": "spec.array",
     "Box": "spec.box",

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from functional_ckpt.arguments import check_save
-from functional_ckpt.capture import Captured, capture
-from functional_ckpt.comm import Gather, LocalGather, lane_of, turn_of
 from functional_ckpt.errors import NotImplementedYet, SpecError
-from functional_ckpt.loading import load_tree
-from functional_ckpt.pending import PendingSave, raise_dropped, start, wait_for_all
 from functional_ckpt.plan.manifest import Manifest
-from functional_ckpt.planning import PlanMemory
-from functional_ckpt.policy import LoadPolicy, SavePolicy
-from functional_ckpt.progress import Progress, Tracker
-from functional_ckpt.saving import Prepared, abandoning, prepare_captured, stage, write
+from functional_ckpt.run.arguments import check_save
+from functional_ckpt.run.capture import Captured, capture
+from functional_ckpt.run.comm import Gather, LocalGather, lane_of, turn_of
+from functional_ckpt.run.loading import load_tree
+from functional_ckpt.run.pending import PendingSave, raise_dropped, start, wait_for_all
+from functional_ckpt.run.planning import PlanMemory
+from functional_ckpt.run.policy import LoadPolicy, SavePolicy
+from functional_ckpt.run.progress import Progress, Tracker
+from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, stage, write
 
 __all__ = ["async_save", "diff", "load", "save"]
 
@@ -218,7 +218,7 @@ def _gather(
             raise SpecError("this is no process group", None, None, None, None, None, type(process_group).__name__,
                             remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
         return LocalGather()
-    group = importlib.import_module("functional_ckpt.torch.group")
+    group = importlib.import_module("functional_ckpt.torch.group.link")
     # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
     timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))

@@ -2,7 +2,7 @@
 
 import threading
 
-from functional_ckpt.planning import PlanMemory
+from functional_ckpt.run.planning import PlanMemory
 
 
 class ByRank:

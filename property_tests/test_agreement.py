@@ -9,14 +9,15 @@ from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
-from functional_ckpt import api, planning
-from functional_ckpt.capture import Captured
+from functional_ckpt import api
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.leaves import LocalShards, PerRank
 from functional_ckpt.plan.agreement import Basis, is_plannable_alone, propose
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.state import ArrayLeaf, LocalState
-from functional_ckpt.policy import SavePolicy
+from functional_ckpt.run import planning
+from functional_ckpt.run.capture import Captured
+from functional_ckpt.run.leaves import LocalShards, PerRank
+from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from functional_ckpt.policy import SavePolicy
+from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World, fragments
@@ -19,10 +19,12 @@ from functional_ckpt.testing import strategies as fst
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.checkpoint")
 
-from functional_ckpt.torch import dcp as bridge  # noqa: E402 - they need torch
-from functional_ckpt.torch import planner  # noqa: E402
-from functional_ckpt.torch.items import captured_plan  # noqa: E402
-from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter  # noqa: E402
+from functional_ckpt.torch.dcp import (  # noqa: E402
+    bridge,
+    planner,
+)
+from functional_ckpt.torch.dcp.items import captured_plan  # noqa: E402
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter  # noqa: E402
 from functional_ckpt.torch.tensors import TORCH_DTYPES, host_view, to_torch  # noqa: E402
 
 W = ArraySpec("w", (4, 3), "int16")

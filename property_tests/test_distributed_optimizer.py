@@ -17,10 +17,10 @@ from functional_ckpt.errors import SpecError  # noqa: E402
 from functional_ckpt.spec.sharding import World  # noqa: E402
 from functional_ckpt.testing import laws  # noqa: E402
 from functional_ckpt.testing import strategies as fst  # noqa: E402
-from functional_ckpt.torch.distributed_optimizer import flat_parts, sharded_optimizer_state  # noqa: E402
-from functional_ckpt.torch.factory import built  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
-from functional_ckpt.torch.state_tree import leaves_of, map_leaves  # noqa: E402
+from functional_ckpt.torch.megatron.distributed_optimizer import flat_parts, sharded_optimizer_state  # noqa: E402
+from functional_ckpt.torch.megatron.factory import built  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+from functional_ckpt.torch.megatron.state_tree import leaves_of, map_leaves  # noqa: E402
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 

@@ -11,10 +11,10 @@ from hypothesis import event, find, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
-from functional_ckpt.comm import GatherOnly
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.save import plan_save, restrict
-from functional_ckpt.policy import LoadPolicy
+from functional_ckpt.run.comm import GatherOnly
+from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.sharding import World
 from functional_ckpt.testing import laws, model
 from functional_ckpt.testing import strategies as fst

@@ -18,16 +18,16 @@ from functional_ckpt.spec.narrowing import narrow_runs  # noqa: E402
 from functional_ckpt.spec.sharding import ShardSpec, World, from_rank_offsets, narrow  # noqa: E402
 from functional_ckpt.testing import laws, model  # noqa: E402
 from functional_ckpt.testing import strategies as fst  # noqa: E402
-from functional_ckpt.torch.factory import built, merged  # noqa: E402
-from functional_ckpt.torch.mapping import (  # noqa: E402
+from functional_ckpt.torch.megatron.factory import built, merged  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import (  # noqa: E402
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
     apply_factory_merges,
 )
-from functional_ckpt.torch.state_tree import assign_in_place, map_leaves  # noqa: E402
-from functional_ckpt.torch.strategies.checkpointable import CheckpointableShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.state_tree import assign_in_place, map_leaves  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.checkpointable import CheckpointableShardedTensor  # noqa: E402
 
 
 @st.composite

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 import functional_ckpt
 from functional_ckpt import api
-from functional_ckpt.comm import GatherOnly
-from functional_ckpt.leaves import LocalShards, PerRank
 from functional_ckpt.plan.agreement import Basis
 from functional_ckpt.plan.fingerprint import fingerprint
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.manifest import ValueEntry
 from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState
-from functional_ckpt.policy import SavePolicy
+from functional_ckpt.run.comm import GatherOnly
+from functional_ckpt.run.leaves import LocalShards, PerRank
+from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, Sharding
@@ -328,7 +328,7 @@ def test_what_has_no_equality_has_no_fingerprint():
 @given(WORLDS, st.integers(0, RANKS - 1))
 def test_structure_and_contents_are_all_of_a_state(world, rank):
     """States that differ differ in one of them, so that one of the two digests tells."""
-    from functional_ckpt.capture import capture
+    from functional_ckpt.run.capture import capture
     from functional_ckpt.testing.simulate import SimulatedGather, _Mail
 
     group = SimulatedGather(rank, RANKS, _Mail(RANKS, 1.0))

@@ -9,7 +9,7 @@ from functional_ckpt import LoadPolicy
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.manifest import Manifest, ValueEntry
 from functional_ckpt.plan.mismatch import missing_problems, parted, unexpected_problems
-from functional_ckpt.wanted import WantedKeys
+from functional_ckpt.run.wanted import WantedKeys
 
 PARTS = st.sampled_from(["module", "_orig_mod", "model", "a", "b", "0", "1", "weight", "state"])
 KEYS = st.frozensets(st.lists(PARTS, min_size=1, max_size=4).map(".".join), max_size=12)

@@ -13,10 +13,10 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 import functional_ckpt
-import functional_ckpt.zarr_dtypes
+import functional_ckpt.store.zarr_dtypes
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.leaves import LocalShards
-from functional_ckpt.policy import LoadPolicy, SavePolicy
+from functional_ckpt.run.leaves import LocalShards
+from functional_ckpt.run.policy import LoadPolicy, SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World

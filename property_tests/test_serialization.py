@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
-from functional_ckpt.torch.state_tree import NOTHING, joined, picked, with_lists  # noqa: E402
-from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.state_tree import NOTHING, joined, picked, with_lists  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy  # noqa: E402
 
 NUMBER = itertools.count()
 

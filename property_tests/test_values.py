@@ -150,8 +150,8 @@ def test_values_come_back_from_a_checkpoint(value):
 @given(VALUES)
 def test_values_come_back_through_dcp(value):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
-    storage = pytest.importorskip("functional_ckpt.torch.storage")
-    planner = pytest.importorskip("functional_ckpt.torch.planner")
+    storage = pytest.importorskip("functional_ckpt.torch.dcp.storage_writer")
+    planner = pytest.importorskip("functional_ckpt.torch.dcp.planner")
     url = f"memory://values-{next(counter)}"
     dcp.save({"v": (value,)}, storage_writer=storage.ZarrStorageWriter(url))
     for rules in (None, planner.StrictLoadPlanner()):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from functional_ckpt import LocalShards, SavePolicy
-from functional_ckpt.comm import GatherOnly
 from functional_ckpt.errors import CheckpointError, CheckpointErrors
+from functional_ckpt.run.comm import GatherOnly
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.encoding import dtype_name, numpy_dtype

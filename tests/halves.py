@@ -22,14 +22,14 @@ import functional_ckpt  # noqa: E402
 from functional_ckpt.errors import (  # noqa: E402
     CheckpointError,
 )
-from functional_ckpt.torch import halves  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import (  # noqa: E402
+from functional_ckpt.torch.megatron import halves  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import (  # noqa: E402
     load,
     load_common_state_dict,
     save,
 )
-from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import (  # noqa: E402
     ZarrLoadShardedStrategy,
     ZarrSaveCommonStrategy,
     ZarrSaveShardedStrategy,

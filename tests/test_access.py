@@ -5,10 +5,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import DuplicateKeyError, GapError, OverlapError, ReplicaError  # noqa: E402
-from functional_ckpt.torch.exceptions import DTypeAssertionError, ShapeAssertionError  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import load, load_plain_tensors, save  # noqa: E402
-from functional_ckpt.torch.sharded_state import leaves_to_save  # noqa: E402
+from functional_ckpt.torch.megatron.exceptions import DTypeAssertionError, ShapeAssertionError  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import load, load_plain_tensors, save  # noqa: E402
+from functional_ckpt.torch.megatron.sharded_state import leaves_to_save  # noqa: E402
 
 W = torch.arange(24.0).reshape(6, 4)
 tensor = ShardedTensor.from_rank_offsets

@@ -14,12 +14,12 @@ from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy  # noqa: E402
 from functional_ckpt.errors import CheckpointError, CheckpointWarning, raise_problems  # noqa: E402
 from functional_ckpt.plan.mismatch import missing_problems  # noqa: E402
 from functional_ckpt.torch import ZarrStorageReader  # noqa: E402
-from functional_ckpt.torch.advice import COMMON_HALF, advised  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import load, load_common_state_dict, load_plain_tensors, save  # noqa: E402
-from functional_ckpt.torch.strategies.checkpointable import CheckpointableShardedTensor  # noqa: E402
-from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper  # noqa: E402
-from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
+from functional_ckpt.torch.megatron.advice import COMMON_HALF, advised  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedObject, ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import load, load_common_state_dict, load_plain_tensors, save  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.checkpointable import CheckpointableShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import (  # noqa: E402
     ZarrLoadCommonStrategy,
     ZarrLoadShardedStrategy,
     ZarrSaveCommonStrategy,

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from functional_ckpt.torch import arrival
+from functional_ckpt.torch.megatron import arrival
 
 
 def test_a_file_that_changes_shows_that_he_is_on_his_way(tmp_path, monkeypatch):

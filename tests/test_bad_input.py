@@ -190,7 +190,7 @@ def test_keys(name, refused):
 
 def test_node_names_that_collide(refused, monkeypatch):
     """No two keys are known to: the escape is injective. The check behind it is still there."""
-    monkeypatch.setattr("functional_ckpt.planning.node_name", lambda key: "Same" if key == "a" else "same")
+    monkeypatch.setattr("functional_ckpt.run.planning.node_name", lambda key: "Same" if key == "a" else "same")
     assert names(refused({"a": np.ones(1), "b": np.ones(1)})) == [("DuplicateKeyError", "b")]
 
 

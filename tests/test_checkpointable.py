@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import WriteItemType  # noqa: E402
 
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
-from functional_ckpt.torch.strategies.checkpointable import (  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.checkpointable import (  # noqa: E402
     CheckpointableShardedTensor,
     LocalShardsContainer,
 )

@@ -9,9 +9,10 @@ import traceback
 import numpy as np
 import pytest
 
-from functional_ckpt import LayoutPolicy, SavePolicy, errors, load, save, saving, sweep, verify
+from functional_ckpt import LayoutPolicy, SavePolicy, errors, load, save, sweep, verify
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, CorruptionError, RankFailedError, StorageError
 from functional_ckpt.plan.layout import Layout
+from functional_ckpt.run import saving
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store import claim as claims

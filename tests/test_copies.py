@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from functional_ckpt import SavePolicy
-from functional_ckpt.capture import capture
+from functional_ckpt.run.capture import capture
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import digest, dtype_name

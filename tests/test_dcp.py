@@ -19,8 +19,11 @@ from functional_ckpt.spec.sharding import ShardSpec
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-from functional_ckpt.torch import dcp as bridge  # noqa: E402
-from functional_ckpt.torch import planner, storage  # noqa: E402 - they need torch
+from functional_ckpt.torch.dcp import (  # noqa: E402 - they need torch
+    bridge,
+    planner,
+)
+from functional_ckpt.torch.dcp import storage_writer as storage  # noqa: E402
 from functional_ckpt.torch.tensors import TORCH_DTYPES  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

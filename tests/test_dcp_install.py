@@ -185,7 +185,7 @@ def test_a_url_without_a_store_of_ours_is_left_to_dcp():
 def test_importing_functional_ckpt_installs_nothing():
     code = (
         "import torch.distributed.checkpoint as dcp; before = dcp.FileSystemWriter\n"
-        "import functional_ckpt.torch.default_storage; print(dcp.FileSystemWriter is before)"
+        "import functional_ckpt.torch.dcp.default_storage; print(dcp.FileSystemWriter is before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402 - it needs torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402 - it needs torch
 
-from functional_ckpt.torch.storage import ZarrStorageWriter  # noqa: E402 - it needs torch
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageWriter  # noqa: E402 - it needs torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter  # noqa: E402 - it needs torch
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter  # noqa: E402 - it needs torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

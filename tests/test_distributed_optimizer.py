@@ -7,14 +7,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError  # noqa: E402
-from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state  # noqa: E402
-from functional_ckpt.torch.mapping import CheckpointingException, ShardedTensor  # noqa: E402
-from functional_ckpt.torch.optimizer import (  # noqa: E402
+from functional_ckpt.torch.megatron.distributed_optimizer import load_optimizer_state, sharded_optimizer_state  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import CheckpointingException, ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.optimizer import (  # noqa: E402
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from functional_ckpt.torch.serialization import load, save  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import load, save  # noqa: E402
 
 
 def model(replica_id=(0, 0, 0)):

@@ -30,7 +30,7 @@ def test_torch(tmp_path, problems_of):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 
-    from functional_ckpt.torch.serialization import load_common_state_dict
+    from functional_ckpt.torch.megatron.serialization import load_common_state_dict
 
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)

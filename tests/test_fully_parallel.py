@@ -8,14 +8,14 @@ torch = pytest.importorskip("torch")
 
 import functional_ckpt  # noqa: E402
 from functional_ckpt.errors import PolicyError  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import load, save  # noqa: E402
-from functional_ckpt.torch.strategies.base import SaveShardedStrategy  # noqa: E402
-from functional_ckpt.torch.strategies.fully_parallel import (  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import load, save  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.base import SaveShardedStrategy  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.fully_parallel import (  # noqa: E402
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy  # noqa: E402
 
 W = torch.arange(6.0)
 

@@ -24,19 +24,19 @@ from functional_ckpt.errors import (  # noqa: E402
     ReplacedError,
 )
 from functional_ckpt.store.commit import begin  # noqa: E402
-from functional_ckpt.torch import halves  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import (  # noqa: E402
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader  # noqa: E402
+from functional_ckpt.torch.megatron import halves  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import (  # noqa: E402
     load,
     load_common_state_dict,
     load_plain_tensors,
     load_tensors_metadata,
     save,
 )
-from functional_ckpt.torch.storage import ZarrStorageReader  # noqa: E402
-from functional_ckpt.torch.strategies import zarr  # noqa: E402
-from functional_ckpt.torch.strategies.common_file import TorchLoadCommonStrategy  # noqa: E402
-from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import zarr  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.common_file import TorchLoadCommonStrategy  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import (  # noqa: E402
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )

@@ -12,7 +12,7 @@ import torch
 from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.values import plain_text
 from functional_ckpt.torch.objects import dump
-from functional_ckpt.torch.validation import _digests
+from functional_ckpt.torch.megatron.validation import _digests
 
 class Holder:
     def __init__(self, **fields):

@@ -129,7 +129,7 @@ def test_torch_is_imported_in_its_adapter_only():
 
 
 def test_dcp_is_imported_only_by_the_bridge_and_by_what_takes_its_storages_place():
-    bridges = [PACKAGE / "torch" / name for name in ("dcp.py", "default_storage.py")]
+    bridges = [PACKAGE / "torch/dcp" / name for name in ("bridge.py", "default_storage.py")]
     offenders = [
         f"{name_of(path)}: {name}"
         for path in MODULES

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import CheckpointError, DTypeError, ShapeError, SpecError  # noqa: E402
-from functional_ckpt.torch import exceptions, mapping, sharded_base  # noqa: E402
-from functional_ckpt.torch.mapping import (  # noqa: E402
+from functional_ckpt.torch.megatron import exceptions, mapping, sharded_base  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import (  # noqa: E402
     CheckpointingException,
     LocalNonpersistentObject,
     ShardedBase,

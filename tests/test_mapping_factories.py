@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import ShapeError  # noqa: E402
 from functional_ckpt.spec.array import ObjectSpec  # noqa: E402
-from functional_ckpt.torch import mapping  # noqa: E402
-from functional_ckpt.torch.factory import built, merged  # noqa: E402
-from functional_ckpt.torch.mapping import (  # noqa: E402
+from functional_ckpt.torch.megatron import mapping  # noqa: E402
+from functional_ckpt.torch.megatron.factory import built, merged  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import (  # noqa: E402
     CheckpointingException,
     ShardedBase,
     ShardedObject,
@@ -21,7 +21,7 @@ from functional_ckpt.torch.mapping import (  # noqa: E402
     apply_factories,
     apply_factory_merges,
 )
-from functional_ckpt.torch.state_tree import assign_in_place, joined, with_lists  # noqa: E402
+from functional_ckpt.torch.megatron.state_tree import assign_in_place, joined, with_lists  # noqa: E402
 
 
 def halves(key, tensor, replica_id, flattened_range):

@@ -17,9 +17,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from functional_ckpt.torch import mapping  # noqa: E402
-from functional_ckpt.torch.dcp import ChunkStorageMetadata, MetadataIndex, WriteItem  # noqa: E402
-from functional_ckpt.torch.strategies import async_calls, base, checkpointable  # noqa: E402
+from functional_ckpt.torch.dcp.bridge import ChunkStorageMetadata, MetadataIndex, WriteItem  # noqa: E402
+from functional_ckpt.torch.megatron import mapping  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import async_calls, base, checkpointable  # noqa: E402
 
 MAPPING = """
 class ShardedBase(ABC):

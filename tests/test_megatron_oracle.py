@@ -22,12 +22,12 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.strategies import checkpointable as their_checkpointable
     from megatron.core.dist_checkpointing.strategies import fully_parallel as their_parallel
 
-from functional_ckpt.torch import mapping as ours  # noqa: E402
-from functional_ckpt.torch.strategies import async_calls as our_async  # noqa: E402
-from functional_ckpt.torch.strategies import base as our_base  # noqa: E402
-from functional_ckpt.torch.strategies import checkpointable as our_checkpointable  # noqa: E402
-from functional_ckpt.torch.strategies import fully_parallel as our_parallel  # noqa: E402
-from functional_ckpt.torch.strategies import zarr as our_zarr  # noqa: E402
+from functional_ckpt.torch.megatron import mapping as ours  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import async_calls as our_async  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import base as our_base  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import checkpointable as our_checkpointable  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import fully_parallel as our_parallel  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import zarr as our_zarr  # noqa: E402
 
 WRAPPERS = {theirs: their_checkpointable, ours: our_checkpointable}
 FIELDS = [*inspect.signature(ours.ShardedTensor).parameters]

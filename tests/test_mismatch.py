@@ -147,8 +147,8 @@ def test_the_strict_planner_of_dcp_reports_in_one_warning_a_side(tmp_path):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 
-    from functional_ckpt.torch.planner import StrictLoadPlanner
-    from functional_ckpt.torch.storage import ZarrStorageReader
+    from functional_ckpt.torch.dcp.planner import StrictLoadPlanner
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader
 
     save({f"s{n}": torch.ones(1) for n in range(50)}, tmp_path / "c")
     wanted = {"s0": torch.zeros(1)} | {f"w{n}": torch.zeros(1) for n in range(50)}

@@ -18,10 +18,10 @@ from functional_ckpt.errors import CheckpointWarning
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-from functional_ckpt.torch.planner import StrictLoadPlanner, StrictSavePlanner  # noqa: E402 - they need torch
-from functional_ckpt.torch.serialization import load_common_state_dict  # noqa: E402
-from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter  # noqa: E402
-from functional_ckpt.torch.strategies.zarr import LOAD_POLICY  # noqa: E402
+from functional_ckpt.torch.dcp.planner import StrictLoadPlanner, StrictSavePlanner  # noqa: E402 - they need torch
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import load_common_state_dict  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import LOAD_POLICY  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 PLAIN = LoadPolicy()

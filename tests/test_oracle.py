@@ -7,7 +7,7 @@ import pytest
 import tensorstore as ts
 import zarr
 
-import functional_ckpt.zarr_dtypes  # noqa: F401 - teaches zarr the types of machine learning
+import functional_ckpt.store.zarr_dtypes  # noqa: F401 - teaches zarr the types of machine learning
 from functional_ckpt import Box, LayoutPolicy, SavePolicy, open_checkpoint, save
 from functional_ckpt.spec.array import DTYPES
 from functional_ckpt.store.encoding import numpy_dtype

@@ -57,7 +57,7 @@ def dropped(path):
 
 
 def wait_idle():
-    from functional_ckpt.pending import wait_for_all
+    from functional_ckpt.run.pending import wait_for_all
 
     wait_for_all()
 

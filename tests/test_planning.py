@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import functional_ckpt
-from functional_ckpt import LayoutPolicy, LocalShards, PerRank, SavePolicy, api, planning
+from functional_ckpt import LayoutPolicy, LocalShards, PerRank, SavePolicy, api
 from functional_ckpt.errors import CheckpointErrors, DTypeError, ReplicaError, ShapeError, SpecError
 from functional_ckpt.plan.layout import LayoutPolicy as Layouts
 from functional_ckpt.plan.local import local_array_plans, plan_local_save
 from functional_ckpt.plan.state import ArrayLeaf, ChunkRows, GlobalState, build_manifest
+from functional_ckpt.run import planning
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding

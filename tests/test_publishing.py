@@ -13,10 +13,11 @@ import attrs
 import numpy as np
 import pytest
 
-from functional_ckpt import SavePolicy, async_save, errors, load, save, saving, verify
+from functional_ckpt import SavePolicy, async_save, errors, load, save, verify
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, RankFailedError, StorageError
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.save import plan_save, restrict
+from functional_ckpt.run import saving
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World

@@ -9,14 +9,14 @@ torch = pytest.importorskip("torch")
 
 import functional_ckpt  # noqa: E402
 from functional_ckpt.store import files  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor  # noqa: E402
-from functional_ckpt.torch.serialization import (  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import (  # noqa: E402
     load,
     load_tensors_metadata,
     remove_sharded_tensors,
     save,
 )
-from functional_ckpt.torch.strategies import removal  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import removal  # noqa: E402
 from tests.effects import Refusal, watched  # noqa: E402
 
 W = torch.arange(24.0).reshape(6, 4)

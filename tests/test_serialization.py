@@ -21,14 +21,14 @@ from functional_ckpt.errors import (  # noqa: E402
     SpecError,
     UnsupportedLeafError,
 )
-from functional_ckpt.torch.core import check_is_distributed_checkpoint  # noqa: E402
-from functional_ckpt.torch.mapping import (  # noqa: E402
+from functional_ckpt.torch.megatron.core import check_is_distributed_checkpoint  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import (  # noqa: E402
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
-from functional_ckpt.torch.serialization import (  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import (  # noqa: E402
     load,
     load_common_state_dict,
     load_content_metadata,
@@ -37,13 +37,13 @@ from functional_ckpt.torch.serialization import (  # noqa: E402
     load_tensors_metadata,
     save,
 )
-from functional_ckpt.torch.strategies.base import (  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.base import (  # noqa: E402
     SaveShardedStrategy,
     StrategyAction,
     get_default_strategy,
 )
-from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper  # noqa: E402
-from functional_ckpt.torch.strategies.zarr import (  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.zarr import (  # noqa: E402
     BACKEND,
     ZarrLoadCommonStrategy,
     ZarrLoadShardedStrategy,

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from functional_ckpt.torch import core, optimizer, serialization
-from functional_ckpt.torch.core import CheckpointingException
-from functional_ckpt.torch.strategies import async_calls, async_utils, fully_parallel, zarr
+from functional_ckpt.torch.megatron import core, optimizer, serialization
+from functional_ckpt.torch.megatron.core import CheckpointingException
+from functional_ckpt.torch.megatron.strategies import async_calls, async_utils, fully_parallel, zarr
 
 NONE, REQUIRED = None, inspect.Parameter.empty
 SIGNATURES = {
@@ -85,7 +85,7 @@ PACKAGE = [
 
 
 def test_names_of_the_package():
-    import functional_ckpt.torch as package
+    import functional_ckpt.torch.megatron as package
 
     assert {*PACKAGE} < {*package.__all__}
     assert package.save is serialization.save

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import CheckpointError, PolicyError  # noqa: E402
-from functional_ckpt.torch.strategies import base  # noqa: E402
-from functional_ckpt.torch.strategies.async_calls import AsyncCallsQueue, AsyncRequest  # noqa: E402
-from functional_ckpt.torch.strategies.base import (  # noqa: E402
+from functional_ckpt.torch.megatron.strategies import base  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.async_calls import AsyncCallsQueue, AsyncRequest  # noqa: E402
+from functional_ckpt.torch.megatron.strategies.base import (  # noqa: E402
     StrategyAction,
     get_default_strategy,
     register_built_in_strategy,

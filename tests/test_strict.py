@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import KeyMismatchError  # noqa: E402
-from functional_ckpt.torch.mapping import ShardedTensor, ShardedTensorFactory, logger  # noqa: E402
-from functional_ckpt.torch.serialization import StrictHandling, load, save  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedTensor, ShardedTensorFactory, logger  # noqa: E402
+from functional_ckpt.torch.megatron.serialization import StrictHandling, load, save  # noqa: E402
 
 W = torch.arange(24.0).reshape(6, 4)
 tensor = ShardedTensor.from_rank_offsets

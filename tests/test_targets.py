@@ -106,7 +106,7 @@ def test_dcp(tmp_path):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 
-    from functional_ckpt.torch.storage import ZarrStorageReader
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader
 
     save({"x": A, "y": B}, tmp_path / "a", policy=FAST)
     x = torch.zeros(4, 4, dtype=torch.float64)

@@ -7,7 +7,7 @@ import pytest
 
 import functional_ckpt as fc
 from functional_ckpt.store.temporary import claim_name, working_name
-from functional_ckpt.torch.strategies.removal import remove_arrays
+from functional_ckpt.torch.megatron.strategies.removal import remove_arrays
 from tests.effects import REAL, watched
 
 # As torchtitan, Lightning, transformers, Accelerate, Megatron and hand-written loops look for their checkpoints.

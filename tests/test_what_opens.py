@@ -68,7 +68,7 @@ def look(folder):
 
 found = [look(sys.argv[1])]
 assert "functional_ckpt" not in sys.modules
-import functional_ckpt.zarr_dtypes
+import functional_ckpt.store.zarr_dtypes
 found.append(look(sys.argv[1]))
 print(json.dumps(found))
 """
@@ -120,7 +120,7 @@ ABOUT = {
     "`complex64`, `complex128`": (("complex64", "complex128"), False),
     "an array without elements or without dimensions": (("empty", "scalar"), False),
     "`bfloat16`, any float8": (WIDE, False),
-    "the same, after `import functional_ckpt.zarr_dtypes`": (WIDE, True),
+    "the same, after `import functional_ckpt.store.zarr_dtypes`": (WIDE, True),
     'the same, saved with `extended_dtypes="bits"`': (tuple(f"{name} bits" for name in WIDE), False),
     "an object, or text of more than 64 KiB": (("object", "long text"), False),
     "text, numbers, tuples and other plain values": (("text", "tuple", "number"), False),

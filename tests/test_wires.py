@@ -16,8 +16,8 @@ import pytest
 dist = pytest.importorskip("torch.distributed")
 
 from functional_ckpt.errors import CheckpointError, RankFailedError  # noqa: E402
-from functional_ckpt.torch.board import Board  # noqa: E402
-from functional_ckpt.torch.lane import Call, Lane  # noqa: E402
+from functional_ckpt.torch.group.board import Board  # noqa: E402
+from functional_ckpt.torch.group.lane import Call, Lane  # noqa: E402
 
 SOON_S = 20.0
 

@@ -265,8 +265,8 @@ def test_a_device_that_is_not_there(saved, problems_of):
 @pytest.mark.parametrize("path", [None, 7, b"a", "", Path("s3://b/x"), "memory://b/x"])
 def test_what_is_no_path_for_a_distributed_checkpoint(path, here, problems_of):
     torch = pytest.importorskip("torch")
-    from functional_ckpt.torch.mapping import ShardedTensor
-    from functional_ckpt.torch.serialization import save
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.serialization import save
 
     (problem,) = problems_of(save, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, path)
     assert isinstance(problem, PolicyError)
@@ -276,7 +276,7 @@ def test_what_is_no_path_for_a_distributed_checkpoint(path, here, problems_of):
 def test_a_distributed_checkpoint_under_a_file_url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch = pytest.importorskip("torch")
-    from functional_ckpt.torch import mapping, serialization
+    from functional_ckpt.torch.megatron import mapping, serialization
 
     state = {"w": mapping.ShardedTensor.from_rank_offsets("w", torch.ones(2)), "n": 3}
     (tmp_path / "a b").mkdir()
@@ -288,9 +288,9 @@ def test_a_distributed_checkpoint_under_a_file_url(tmp_path, monkeypatch):
 
 def test_policies_of_the_other_kind_for_dcp_and_strategies():
     pytest.importorskip("torch")
-    from functional_ckpt.torch.planner import StrictLoadPlanner
-    from functional_ckpt.torch.storage import ZarrStorageReader, ZarrStorageWriter
-    from functional_ckpt.torch.strategies import zarr
+    from functional_ckpt.torch.dcp.planner import StrictLoadPlanner
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
+    from functional_ckpt.torch.megatron.strategies import zarr
 
     saving = [lambda **kw: ZarrStorageWriter("a", **kw), zarr.ZarrSaveShardedStrategy, zarr.ZarrSaveCommonStrategy]
     loading = [lambda **kw: ZarrStorageReader("a", **kw), StrictLoadPlanner, zarr.ZarrLoadShardedStrategy]
@@ -306,8 +306,8 @@ def test_policies_of_the_other_kind_for_dcp_and_strategies():
 @pytest.mark.parametrize("field", ["keys", "rename", "per_rank", "allow_shape_mismatch", "device", "read_once"])
 def test_fields_that_dcp_does_not_heed_are_refused(field):
     pytest.importorskip("torch")
-    from functional_ckpt.torch.planner import StrictLoadPlanner
-    from functional_ckpt.torch.storage import ZarrStorageReader
+    from functional_ckpt.torch.dcp.planner import StrictLoadPlanner
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader
 
     values = {"keys": "model", "rename": {"a": "b"}, "per_rank": "first", "device": "cuda"}
     policy = LoadPolicy(**{field: values.get(field, True)})

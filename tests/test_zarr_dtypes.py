@@ -15,7 +15,7 @@ import tensorstore as ts
 import zarr
 from zarr.dtype import data_type_registry, parse_dtype
 
-import functional_ckpt.zarr_dtypes as zarr_dtypes
+import functional_ckpt.store.zarr_dtypes as zarr_dtypes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -195,15 +195,15 @@ def test_registering_twice_is_harmless() -> None:
         """
 import sys
 import ml_dtypes, numpy as np
-import functional_ckpt.zarr_dtypes as first
+import functional_ckpt.store.zarr_dtypes as first
 from zarr.dtype import data_type_registry, parse_dtype
 before = dict(data_type_registry.contents)
 for name in first.__all__:  # what zarr >= 3.4.1 does with our entry points
     cls = getattr(first, name)
     data_type_registry.register(cls._zarr_v3_name, cls)
 assert data_type_registry.contents == before
-del sys.modules["functional_ckpt.zarr_dtypes"]
-import functional_ckpt.zarr_dtypes as second
+del sys.modules["functional_ckpt.store.zarr_dtypes"]
+import functional_ckpt.store.zarr_dtypes as second
 assert data_type_registry.contents == before
 assert second.BFloat16 is first.BFloat16
 assert type(parse_dtype(np.dtype(ml_dtypes.bfloat16), zarr_format=3)) is first.BFloat16
@@ -219,7 +219,7 @@ from zarr.dtype import Float32, data_type_registry, parse_dtype
 class Theirs(Float32):
     _zarr_v3_name = "bfloat16"
 data_type_registry.register("bfloat16", Theirs)
-import functional_ckpt.zarr_dtypes as ours
+import functional_ckpt.store.zarr_dtypes as ours
 assert data_type_registry.contents["bfloat16"] is Theirs
 assert ours.BFloat16 is Theirs  # so the entry point cannot displace it either
 assert type(parse_dtype("bfloat16", zarr_format=3)) is Theirs

@@ -1,5 +1,5 @@
-from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
-from functional_ckpt.torch.serialization import load, save
+from functional_ckpt.torch.megatron.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
+from functional_ckpt.torch.megatron.serialization import load, save
 
 
 def state_of(ddp, optimizer):

@@ -8,7 +8,7 @@ functional_ckpt.save({"h": np.ones(3, ml_dtypes.bfloat16)}, "half")
 # --8<-- [start:bfloat16]
 import zarr
 
-import functional_ckpt.zarr_dtypes  # zarr-python learns the types
+import functional_ckpt.store.zarr_dtypes  # zarr-python learns the types
 
 print(zarr.open_group("half", mode="r")["h"][:])
 # --8<-- [end:bfloat16]

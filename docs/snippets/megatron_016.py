@@ -1,6 +1,6 @@
 from megatron.core import dist_checkpointing
 
-from functional_ckpt.torch.megatron import ZarrSaveStrategy
+from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
 
 def save(state, path, **options):  # async_sharded_save=True as well

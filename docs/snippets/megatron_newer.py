@@ -1,7 +1,7 @@
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
+from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy, ZarrSaveStrategy
 
 
 def save(state, path, **options):  # async_sharded_save=True as well

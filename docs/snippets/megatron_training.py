@@ -1,6 +1,6 @@
 from megatron.training.checkpointing import save_checkpoint
 
-from functional_ckpt.torch.megatron import ZarrSaveStrategy
+from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
 context = {"save_strategy": ZarrSaveStrategy()}  # one for all saves
 

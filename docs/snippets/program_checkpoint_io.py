@@ -4,7 +4,7 @@ import shutil
 from lightning.pytorch.plugins import CheckpointIO
 
 import functional_ckpt
-from functional_ckpt.comm import LocalGather
+from functional_ckpt.run.comm import LocalGather
 
 
 class ZarrCheckpointIO(CheckpointIO):

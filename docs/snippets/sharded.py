@@ -1,7 +1,7 @@
 import torch
 
-from functional_ckpt.torch.mapping import ShardedTensor
-from functional_ckpt.torch.serialization import load, save
+from functional_ckpt.torch.megatron.mapping import ShardedTensor
+from functional_ckpt.torch.megatron.serialization import load, save
 
 # A distributed optimizer's part of a parameter of 6 x 4: elements [5, 24) of it, and the rest on another rank.
 first, rest = torch.arange(24.0).split([5, 19])

@@ -84,7 +84,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _open(path: str) -> Any:
-    from functional_ckpt.checkpoint import open_checkpoint
+    from functional_ckpt.run.checkpoint import open_checkpoint
 
     return open_checkpoint(path)
 

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from functional_ckpt.checkpoint import Checkpoint, StoredArray
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
+from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
 from functional_ckpt.store.commit import PROVENANCE
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.opening import open_store

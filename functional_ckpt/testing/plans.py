@@ -18,7 +18,7 @@ from functional_ckpt.plan.manifest import (
     ValueEntry,
     canonical,
 )
-from functional_ckpt.policy import SavePolicy
+from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing.shardings import array_specs, keys

@@ -36,7 +36,7 @@ class _Mail:
 
 @attrs.frozen(eq=False)
 class SimulatedGather:
-    """A `functional_ckpt.comm.Gather` and `Exchange` of one simulated rank; made by `run_ranks`.
+    """A `functional_ckpt.run.comm.Gather` and `Exchange` of one simulated rank; made by `run_ranks`.
 
     Raises
     ------

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from functional_ckpt.errors import ObjectCodecError, UnsupportedLeafError
-from functional_ckpt.leaves import PerRank
 from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.run.leaves import PerRank
 from functional_ckpt.store.data_types import encode_data
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.values import decode_text, plain_text

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError, UnsupportedLeafError
-from functional_ckpt.leaves import HeldArray, NumpyLeaves, Target
-from functional_ckpt.objects import object_bytes
 from functional_ckpt.plan.field import refuse
+from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
+from functional_ckpt.run.objects import object_bytes
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh, Sharding

@@ -85,7 +85,7 @@ def dropped(path):
 
 def flush():
     """Wait for what goes on in the background: a save does."""
-    from functional_ckpt.comm import LocalGather
+    from functional_ckpt.run.comm import LocalGather
 
     fc.save({}, "memory://flush", process_group=LocalGather())
 

@@ -11,13 +11,13 @@ pytestmark = pytest.mark.mp
 
 
 def queue_of(**more):
-    from functional_ckpt.torch.strategies.async_calls import AsyncCallsQueue
+    from functional_ckpt.torch.megatron.strategies.async_calls import AsyncCallsQueue
 
     return AsyncCallsQueue(timeout_s=20, **more)
 
 
 def request(work, *finalize_fns, **more):
-    from functional_ckpt.torch.strategies.async_calls import AsyncRequest
+    from functional_ckpt.torch.megatron.strategies.async_calls import AsyncRequest
 
     return AsyncRequest(work, (), list(finalize_fns), **more)
 

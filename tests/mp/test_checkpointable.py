@@ -11,7 +11,7 @@ def layouts(whole):
     """Return name -> the shards of this rank."""
     import torch
 
-    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
 
     rank, flat = launch.rank(), whole.reshape(-1)
 
@@ -51,7 +51,10 @@ def layouts(whole):
 
 
 def wrapped(shards):
-    from functional_ckpt.torch.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+    from functional_ckpt.torch.megatron.strategies.checkpointable import (
+        CheckpointableShardedTensor,
+        LocalShardsContainer,
+    )
 
     values = [CheckpointableShardedTensor.from_sh_ten(shard) for shard in shards]
     return values[0] if len(values) == 1 else LocalShardsContainer(values)

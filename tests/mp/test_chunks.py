@@ -21,7 +21,7 @@ def rounds(path, count, chosen, group):
     """Save `count` times rows and columns that end within chunks of the neighbours'."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from functional_ckpt.torch.group import torch_gather
+    from functional_ckpt.torch.group.link import torch_gather
 
     for n in range(count):
         state = {

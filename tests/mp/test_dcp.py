@@ -26,13 +26,13 @@ def dcp():
 
 
 def writer(path, **options):
-    from functional_ckpt.torch.storage import ZarrStorageWriter
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageWriter
 
     return ZarrStorageWriter(path, **{"policy": SAVE, **options})
 
 
 def reader(path, **options):
-    from functional_ckpt.torch.storage import ZarrStorageReader
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader
 
     return ZarrStorageReader(path, **options)
 

@@ -74,7 +74,7 @@ def save_broken(path, broken, who, step):
     """Save with a step that fails on rank `broken`; return the ranks that DCP says have failed."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    from functional_ckpt.torch.dcp import Future
+    from functional_ckpt.torch.dcp.bridge import Future
 
     planner, storage = DefaultSavePlanner(), writer(path, policy=attrs.evolve(EXCLUSIVE, timeout_s=launch.NEVER_S))
     name, late = step.removesuffix(" result"), step.endswith("result")
@@ -119,7 +119,7 @@ def test_a_step_that_fails_on_one_rank_is_told_to_all_at_once(four, tmp_path, wh
 def save_different(path, strict):
     import torch
 
-    from functional_ckpt.torch.planner import StrictSavePlanner
+    from functional_ckpt.torch.dcp.planner import StrictSavePlanner
 
     state = {"copy": torch.ones(3), "rng": torch.full((2,), float(launch.rank())), "w": placed(launch.values(4), "R")}
     if strict == "equal":
@@ -138,7 +138,7 @@ def test_another_value_under_one_key_is_an_error_with_our_planner(four, tmp_path
 def load_strictly(path, wanted):
     import torch
 
-    from functional_ckpt.torch.planner import StrictLoadPlanner
+    from functional_ckpt.torch.dcp.planner import StrictLoadPlanner
 
     found = {"w": placed(launch.values(7, 4, seed=1), "S0"), "n": 0, "copy": torch.zeros(3)}
     found = {key: found[key] for key in wanted if key in found}

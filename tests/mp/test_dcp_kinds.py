@@ -12,7 +12,7 @@ from tests.mp.test_dcp_training import model
 
 torch = pytest.importorskip("torch")
 
-from functional_ckpt.torch.planner import StrictLoadPlanner  # noqa: E402 - it needs torch
+from functional_ckpt.torch.dcp.planner import StrictLoadPlanner  # noqa: E402 - it needs torch
 
 pytestmark = [pytest.mark.mp, pytest.mark.filterwarnings("ignore")]
 
@@ -120,7 +120,7 @@ class Striped(torch.Tensor):
 
     def __create_write_items__(self, fqn, _):
         from functional_ckpt.spec.box import Box
-        from functional_ckpt.torch.dcp import write_item
+        from functional_ckpt.torch.dcp.bridge import write_item
 
         shape = tuple(self.shape)
         return [write_item(fqn, Box((r, 0), (r + 1, shape[1])), shape, self.dtype, n) for n, r in enumerate(self.rows)]
@@ -174,7 +174,7 @@ def test_dcp_refuses_a_strided_shard_in_pieces_that_our_own_save_takes(two, tmp_
 
 
 def megatron_state(fill):
-    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
 
     whole = launch.values(6, 4) if fill else torch.zeros(6, 4)
     local = whole.chunk(size())[launch.rank()].clone()
@@ -182,7 +182,7 @@ def megatron_state(fill):
 
 
 def save_by_megatrons_api(path):
-    from functional_ckpt.torch import serialization
+    from functional_ckpt.torch.megatron import serialization
 
     os.makedirs(path, exist_ok=True)
     serialization.save(megatron_state(True), path)
@@ -192,7 +192,7 @@ def save_by_megatrons_api(path):
 
 
 def load_by_megatrons_api(path):
-    from functional_ckpt.torch import serialization
+    from functional_ckpt.torch.megatron import serialization
 
     state = {"w": placed(launch.values(6, 4), "S1"), "step": 3}
     dcp().save(state, storage_writer=writer(path))

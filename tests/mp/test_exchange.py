@@ -146,7 +146,7 @@ def test_columns_become_rows(four, tmp_path):
 @contextmanager
 def at_swap(rank, number, act):
     """On this rank only, call `act` before message number `number`; yield what was sent before."""
-    from functional_ckpt.torch.group import TorchGather
+    from functional_ckpt.torch.group.link import TorchGather
 
     swap, swaps = TorchGather.swap, []
 
@@ -307,8 +307,8 @@ def distributed(leaves):
 
 def plan_distributed(path, leaves):
     """Save DTensors twice; return sizes of what was told, and the calls of both planners, of each save."""
-    from functional_ckpt import planning
-    from functional_ckpt.torch.group import torch_gather
+    from functional_ckpt.run import planning
+    from functional_ckpt.torch.group.link import torch_gather
 
     state, calls, found = distributed(leaves), Counter(), []
     with ExitStack() as stack:

@@ -141,7 +141,7 @@ def test_a_full_disk_on_one_rank(four, tmp_path, rank, name):
 
 
 def failing_publish(path, **options):
-    from functional_ckpt import saving
+    from functional_ckpt.run import saving
 
     def refuse(*arguments):
         raise PermissionError(13, "Permission denied")

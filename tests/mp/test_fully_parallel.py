@@ -10,7 +10,7 @@ LAYERS = 8
 
 
 def replicated(data):
-    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
 
     return {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", data(i), replica_id=launch.rank()) for i in range(LAYERS)}
 
@@ -22,13 +22,13 @@ def spread(path, cached):
     import torch
 
     from functional_ckpt.store.files import FileStore
-    from functional_ckpt.torch.mapping import ShardedObject
-    from functional_ckpt.torch.serialization import load, save
-    from functional_ckpt.torch.strategies.fully_parallel import (
+    from functional_ckpt.torch.megatron.mapping import ShardedObject
+    from functional_ckpt.torch.megatron.serialization import load, save
+    from functional_ckpt.torch.megatron.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
         FullyParallelSaveStrategyWrapper,
     )
-    from functional_ckpt.torch.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+    from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
     saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), None, cached)
     for number in range(2):
@@ -67,10 +67,10 @@ def test_each_rank_writes_a_fair_part_and_each_chunk_is_read_once(four, tmp_path
 def foreign(path):
     import torch
 
-    from functional_ckpt.torch.mapping import ShardedTensor
-    from functional_ckpt.torch.serialization import load, save
-    from functional_ckpt.torch.strategies.base import LoadShardedStrategy
-    from functional_ckpt.torch.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.serialization import load, save
+    from functional_ckpt.torch.megatron.strategies.base import LoadShardedStrategy
+    from functional_ckpt.torch.megatron.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     class Loader(LoadShardedStrategy):
         """Reads in a way of its own: what each rank asks for is its rank."""
@@ -100,11 +100,11 @@ def gathers(path, cached):
     """Return how often specs were gathered in each of three saves."""
     import pickle
 
-    from functional_ckpt.torch.group import TorchGather
-    from functional_ckpt.torch.mapping import ShardedTensor
-    from functional_ckpt.torch.serialization import load, save
-    from functional_ckpt.torch.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-    from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+    from functional_ckpt.torch.group.link import TorchGather
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.serialization import load, save
+    from functional_ckpt.torch.megatron.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from functional_ckpt.torch.megatron.strategies.zarr import ZarrSaveShardedStrategy
 
     counts = [0]
     real = TorchGather.all_gather

@@ -82,7 +82,7 @@ def test_a_group_of_one(four, tmp_path):
 
 def other_world(path):
     """Every rank passes LocalGather: four saves that know nothing of each other."""
-    from functional_ckpt.comm import LocalGather
+    from functional_ckpt.run.comm import LocalGather
 
     fc.save({"w": np.full(2, launch.rank())}, path / str(launch.rank()), process_group=LocalGather())
 
@@ -111,7 +111,7 @@ def test_the_default_group_may_be_made_anew(four, tmp_path):
 
 
 def unpicklable():
-    from functional_ckpt.torch.group import torch_gather
+    from functional_ckpt.torch.group.link import torch_gather
 
     gather = torch_gather(None, 10, "sync")
     with pytest.raises(fc.errors.RankFailedError, match=r"rank 1.*pickle"):

@@ -200,7 +200,7 @@ def in_a_forked_child(path):
     """A child that this rank has forked is no rank; it may save for itself."""
     import os
 
-    from functional_ckpt.comm import LocalGather
+    from functional_ckpt.run.comm import LocalGather
 
     fc.save({"w": np.ones(3)}, path / "ranks", policy=SOON)
     child = os.fork()

@@ -91,7 +91,7 @@ def test_every_layout_loads_under_every_other(four, two, tmp_path, save, policy)
 
 
 def test_zarr_reads_what_ranks_wrote(four, tmp_path):
-    import functional_ckpt.zarr_dtypes  # noqa: F401 - registers bfloat16 and float8
+    import functional_ckpt.store.zarr_dtypes  # noqa: F401 - registers bfloat16 and float8
 
     four.run(save_2d, tmp_path / "a", SHARED)
     group = zarr.open_group(tmp_path / "a", mode="r")

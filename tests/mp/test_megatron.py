@@ -110,7 +110,7 @@ def saver():
     """Return our strategy in the form that this version of Megatron does not replace."""
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     return FullyParallelSaveStrategyWrapper(ZarrSaveStrategy()) if IS_NEWER else ZarrSaveStrategy()
 
@@ -118,7 +118,7 @@ def saver():
 def sync(rank, path):
     from megatron.core import dist_checkpointing as mcore
 
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy, ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy, ZarrSaveStrategy
 
     mcore.save(state(rank)[0], str(path), sharded_strategy=ZarrSaveStrategy())
     for axis in range(3):
@@ -158,7 +158,7 @@ def background(rank, path, persistent):
     from megatron.core import dist_checkpointing as mcore
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy
 
     queue = AsyncCallsQueue(persistent=persistent)
     for number in range(2):
@@ -187,7 +187,7 @@ def failing(rank, path):
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     import functional_ckpt.api
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     def save(place, source, **more):
         (path / place).mkdir(exist_ok=True)
@@ -227,7 +227,7 @@ def wrapped(rank, path):
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy
 
     shown = SimpleNamespace(**runpy.run_path(str(SNIPPET)))
     places = {name: path / name for name in ("now", "later")}
@@ -260,7 +260,7 @@ def test_megatrons_wrappers(run):
 def registered(rank, path):
     from megatron.core import dist_checkpointing as mcore
 
-    import functional_ckpt.torch.megatron  # noqa: F401 - registers
+    import functional_ckpt.torch.megatron.plugin  # noqa: F401 - registers
 
     mcore.save(state(rank)[0], str(path), ("functional_ckpt", 1))
     wanted, want = state(rank, 1, fill=False)
@@ -277,9 +277,9 @@ def saved_over(rank, path):
     from megatron.core import dist_checkpointing as mcore
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    import functional_ckpt.saving
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy
-    from functional_ckpt.torch.serialization import load
+    import functional_ckpt.run.saving
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy
+    from functional_ckpt.torch.megatron.serialization import load
 
     def loads():
         wanted, want = state(rank, 1, fill=False)
@@ -315,10 +315,10 @@ def saved_over(rank, path):
     def fails(*_):
         raise functional_ckpt.errors.StorageError("no space left")
 
-    real, functional_ckpt.saving.write_plan = functional_ckpt.saving.write_plan, fails
+    real, functional_ckpt.run.saving.write_plan = functional_ckpt.run.saving.write_plan, fails
     with pytest.raises(CheckpointingException, match="no space left"):
         save(6)
-    functional_ckpt.saving.write_plan = real
+    functional_ckpt.run.saving.write_plan = real
     with pytest.raises(CheckpointingException):
         loads()
     save(7)
@@ -339,8 +339,8 @@ def by_both(rank, path):
     """Megatron loads what `serialization.save` has saved, and the reverse."""
     from megatron.core import dist_checkpointing as mcore
 
-    import functional_ckpt.torch.megatron
-    from functional_ckpt.torch import serialization
+    import functional_ckpt.torch.megatron.plugin
+    from functional_ckpt.torch.megatron import serialization
 
     for save, place in ((mcore.save, path / "theirs"), (serialization.save, path / "ours")):
         place.mkdir(exist_ok=True)

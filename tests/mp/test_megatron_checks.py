@@ -21,8 +21,8 @@ def with_a_hole(rank, path):
     from megatron.core import dist_checkpointing as mcore
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    from functional_ckpt.torch import arrival
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy
+    from functional_ckpt.torch.megatron import arrival
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy
 
     arrival.PATIENCE_S = 1.0
     half = mcore.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, 3))
@@ -52,7 +52,7 @@ def casting(rank, path):
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     from functional_ckpt import LoadPolicy
-    from functional_ckpt.torch.megatron import ZarrLoadStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy
 
     def leaf(data):
         return {"w": mcore.ShardedTensor.from_rank_offsets("w", data, (0, rank, 2))}

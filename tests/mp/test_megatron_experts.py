@@ -20,8 +20,8 @@ pytestmark = pytest.mark.mp
 def trained(rank, path):
     from megatron.core.transformer.moe import moe_utils
 
-    from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
-    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.megatron.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
+    from functional_ckpt.torch.megatron.serialization import load, save
 
     warnings.simplefilter("ignore")
     pretend()

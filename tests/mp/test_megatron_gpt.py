@@ -94,7 +94,7 @@ def restore(model, adam, path):
 def trained(rank, path):
     from megatron.core import dist_checkpointing as mcore
 
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     def save(model, adam, name):
         (path / name).mkdir(exist_ok=True)

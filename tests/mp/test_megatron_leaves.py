@@ -21,7 +21,7 @@ WHOLE = torch.arange(48.0).reshape(12, 4)
 
 def made(rank, fill=True):
     """Return leaves of each of our classes, in the places where Megatron looks for its own."""
-    from functional_ckpt.torch import mapping
+    from functional_ckpt.torch.megatron import mapping
 
     def halves(key, data, replica_id, flattened_range):
         parts = enumerate(data.chunk(2))
@@ -49,7 +49,7 @@ def handed_over(rank, path):
     """Save and load by Megatron's own functions, with its default checks."""
     from megatron.core import dist_checkpointing as mcore
 
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     mcore.save(made(rank), str(path), ZarrSaveStrategy())
     wanted = made(rank, fill=False)
@@ -101,8 +101,8 @@ def trained(rank, path):
     """Save a trained optimizer by Megatron's function, and go on under another layout."""
     from megatron.core import dist_checkpointing as mcore
 
-    from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     warnings.simplefilter("ignore")
     pretend()

@@ -39,7 +39,7 @@ def save_gathered(ddp, optimizer, path):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     leaves = {leaf.data: leaf for leaf in nested_values(ddp.module.sharded_state_dict())}
     (part,) = optimizer.chained_optimizers
@@ -120,7 +120,7 @@ def same(one, other):
 def held(rank, path):
     """What a rank holds of an optimizer that has not stepped, and two things that Megatron does otherwise."""
     from functional_ckpt.errors import CheckpointErrors, UnsupportedLeafError
-    from functional_ckpt.torch.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
+    from functional_ckpt.torch.megatron.distributed_optimizer import load_optimizer_state, sharded_optimizer_state
 
     warnings.simplefilter("ignore")
     pretend()

@@ -102,7 +102,7 @@ def registered(rank, path):
         register_default_strategy,
     )
 
-    from functional_ckpt.torch.megatron import ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
     register_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1, ZarrSaveStrategy())
     assert not isinstance(get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1), ZarrSaveStrategy)

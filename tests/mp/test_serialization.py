@@ -11,7 +11,7 @@ def layouts(whole):
     """Return name -> the shards of this rank of two, under the key w."""
     import torch
 
-    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
 
     rank, flat, tensor = launch.rank() % 2, whole.reshape(-1), ShardedTensor.from_rank_offsets
 
@@ -34,7 +34,7 @@ def layouts(whole):
 
 
 def every_pair(path):
-    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.megatron.serialization import load, save
 
     whole = launch.values(4, 6, 5)
     for source, shards in layouts(whole).items():
@@ -58,9 +58,9 @@ def failing(path):
     import torch
 
     from functional_ckpt.errors import CheckpointError
-    from functional_ckpt.torch.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-    from functional_ckpt.torch.serialization import load, save
-    from functional_ckpt.torch.strategies.zarr import ZarrSaveShardedStrategy
+    from functional_ckpt.torch.megatron.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+    from functional_ckpt.torch.megatron.serialization import load, save
+    from functional_ckpt.torch.megatron.strategies.zarr import ZarrSaveShardedStrategy
 
     rank, tensor = launch.rank(), ShardedTensor.from_rank_offsets
     good = {"w": tensor("w", torch.ones(2), (0, rank, 2))}
@@ -114,7 +114,7 @@ def misuse():
     """Return what each rank is told of calls that no other rank takes part in."""
     import torch
 
-    from functional_ckpt.torch.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
 
     shard = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, launch.rank(), 2))
     calls = (
@@ -141,9 +141,9 @@ def test_misuse_names_the_rank(two):
 def common():
     import torch
 
-    from functional_ckpt.comm import LocalGather
-    from functional_ckpt.torch.group import torch_gather
-    from functional_ckpt.torch.validation import compare_common_state
+    from functional_ckpt.run.comm import LocalGather
+    from functional_ckpt.torch.group.link import torch_gather
+    from functional_ckpt.torch.megatron.validation import compare_common_state
 
     rank = launch.rank()
     state = {"same": [1, {"a": torch.ones(2)}], "step": rank, "t": torch.full((2,), rank), "o": {rank: 1}}
@@ -157,7 +157,7 @@ def test_common_state_is_compared_across_ranks(two):
 
 def only_what_is_not_preprocessed(path):
     """The function may return anything, and what it removes from its argument is saved all the same."""
-    from functional_ckpt.torch.serialization import load_common_state_dict, save
+    from functional_ckpt.torch.megatron.serialization import load_common_state_dict, save
 
     def without(state):
         del state["rank"]
@@ -172,9 +172,9 @@ def test_the_preprocessed_state_is_a_copy(two, tmp_path):
 
 
 def in_background(path):
-    from functional_ckpt.torch.core import check_is_distributed_checkpoint
-    from functional_ckpt.torch.serialization import load, save
-    from functional_ckpt.torch.strategies.async_calls import AsyncCallsQueue
+    from functional_ckpt.torch.megatron.core import check_is_distributed_checkpoint
+    from functional_ckpt.torch.megatron.serialization import load, save
+    from functional_ckpt.torch.megatron.strategies.async_calls import AsyncCallsQueue
 
     whole = launch.values(4, 6, 5)
     shards = layouts(whole)["flat"]
@@ -200,8 +200,8 @@ def strictly(path):
     """Missing keys are those that no rank asks for; unexpected ones are each rank's own."""
     import torch
 
-    from functional_ckpt.torch.mapping import ShardedTensor
-    from functional_ckpt.torch.serialization import load, save
+    from functional_ckpt.torch.megatron.mapping import ShardedTensor
+    from functional_ckpt.torch.megatron.serialization import load, save
 
     tensor = ShardedTensor.from_rank_offsets
     rank = launch.rank()

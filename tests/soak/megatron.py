@@ -91,7 +91,7 @@ class Training:
         import torch.distributed as dist
         from megatron.core import dist_checkpointing as mcore
 
-        from functional_ckpt.torch.megatron import ZarrSaveStrategy
+        from functional_ckpt.torch.megatron.plugin import ZarrSaveStrategy
 
         self.finish()
         path = self.place / f"iter_{iteration:07d}"
@@ -192,7 +192,7 @@ class Soak:
     def look(self, path):
         """Return what lies in a directory, all of it of one life; only the one that was being saved may be refused."""
         import functional_ckpt
-        from functional_ckpt.torch.serialization import load_common_state_dict
+        from functional_ckpt.torch.megatron.serialization import load_common_state_dict
 
         try:
             of = load_common_state_dict(path)["of"]
@@ -281,8 +281,8 @@ def serve_ranks():
         import megatron.core.dist_checkpointing
         import megatron.core.models.gpt  # noqa: F401
 
-        import functional_ckpt.torch.megatron
-        import functional_ckpt.torch.serialization  # noqa: F401
+        import functional_ckpt.torch.megatron.plugin
+        import functional_ckpt.torch.megatron.serialization  # noqa: F401
         import tests.mp.megatron_training  # noqa: F401
     from tests.soak import zygote
 

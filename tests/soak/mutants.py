@@ -47,25 +47,25 @@ MUTANTS = (
         "sync_directory(self._prefix + directory)", "pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
-        "a rank looks at its own files instead of its neighbour's", "saving.py",
+        "a rank looks at its own files instead of its neighbour's", "run/saving.py",
         "written.receipts[(gather.rank + 1) % gather.size]", "written.receipts[gather.rank]",
         ("tests/test_claims.py", "-k", "neighbour"),
     ),
     Mutant(
-        "halves of two saves load together", "torch/halves.py",
+        "halves of two saves load together", "torch/megatron/halves.py",
         "        if bound.get(name) != found.get(name):", "        if not name:", ("tests/test_halves.py",),
     ),
     Mutant(
-        "a common half of another layout stays", "torch/strategies/zarr.py",
+        "a common half of another layout stays", "torch/megatron/strategies/zarr.py",
         "make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)", "make_way(checkpoint_dir, COMMON, OBJECTS)",
         ("tests/test_halves.py", "-k", "layout"),
     ),
     Mutant(
-        "what metadata.json names stays while another format is saved over it", "torch/halves.py",
+        "what metadata.json names stays while another format is saved over it", "torch/megatron/halves.py",
         "for name in (CONFIG_FNAME, *stale):", "for name in stale:", ("tests/test_halves.py", "-k", "format"),
     ),
     Mutant(
-        "nobody looks whether the checkpoint was replaced between its halves", "torch/serialization.py",
+        "nobody looks whether the checkpoint was replaced between its halves", "torch/megatron/serialization.py",
         "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:",
         ("tests/test_halves.py", "-k", "while_its_halves"),
     ),
@@ -96,11 +96,11 @@ MUTANTS = (
         "        notes += synced(final.parent)", "        pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
-        "ranks other than 0 do not sync", "saving.py",
+        "ranks other than 0 do not sync", "run/saving.py",
         "            store.flush()", "            pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
-        "one process does not look for its chunks", "saving.py",
+        "one process does not look for its chunks", "run/saving.py",
         "    _check_presence(written.store", "    gather.size > 1 and _check_presence(written.store",
         ("tests/test_publishing.py",),
     ),
@@ -113,11 +113,11 @@ MUTANTS = (
         "    store.check_guard()", "    pass", ("tests/test_claims.py",),
     ),
     Mutant(
-        "a save publishes without its claim", "saving.py",
+        "a save publishes without its claim", "run/saving.py",
         "claim is not None and not claim.is_held()", "False", ("tests/test_publishing.py",),
     ),
     Mutant(
-        "rank 0 counts from when it goes on", "saving.py",
+        "rank 0 counts from when it goes on", "run/saving.py",
         "written.checked_s + timeout_s", "time.monotonic() + timeout_s", ("tests/test_publishing.py",),
     ),
     Mutant(
@@ -193,22 +193,22 @@ MUTANTS = (
         ("property_tests/test_memory.py",),
     ),
     Mutant(
-        "a rank that holds a shard twice writes it twice", "torch/strategies/fully_parallel.py",
+        "a rank that holds a shard twice writes it twice", "torch/megatron/strategies/fully_parallel.py",
         "            left.discard(place)", "            pass",
         ("tests/test_fully_parallel.py",),
     ),
     Mutant(
-        "Megatron is not told of our leaves", "torch/sharded_base.py",
+        "Megatron is not told of our leaves", "torch/megatron/sharded_base.py",
         "            _introduce(cls)", "            pass",
         ("tests/test_mapping.py", "-k", "megatrons_classes"),
     ),
     Mutant(
-        "a file that grows does not show that rank 0 comes", "torch/arrival.py",
+        "a file that grows does not show that rank 0 comes", "torch/megatron/arrival.py",
         "        if found != self._seen:", "        if False:",
         ("tests/test_arrival.py",),
     ),
     Mutant(
-        "advice names the policy of another function", "torch/advice.py",
+        "advice names the policy of another function", "torch/megatron/advice.py",
         "    return problem if (what, remedy) ==", "    return problem if True or (what, remedy) ==",
         ("tests/test_advice.py",),
     ),

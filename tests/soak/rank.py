@@ -103,7 +103,7 @@ def through_dcp(kind, held, path, policy):
     """Save through PyTorch's own functions."""
     import torch.distributed.checkpoint as dcp
 
-    from functional_ckpt.torch.storage import ZarrStorageWriter
+    from functional_ckpt.torch.dcp.storage_writer import ZarrStorageWriter
 
     writer = ZarrStorageWriter(path, policy=policy)
     if kind == "dcp async":

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import functional_ckpt as fc
-from functional_ckpt.comm import LocalGather
+from functional_ckpt.run.comm import LocalGather
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("overwrite", "async", "sync", "async fresh", "marker", "dcp", "dcp async")

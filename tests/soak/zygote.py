@@ -18,7 +18,7 @@ import torch.distributed.checkpoint
 import torch.distributed.tensor
 
 import functional_ckpt.api
-import functional_ckpt.torch.storage
+import functional_ckpt.torch.dcp.storage_writer
 import functional_ckpt.torch.tensors  # noqa: F401
 
 

@@ -1,1 +1,1 @@
-"""How sharded state dicts are saved and loaded, by the names of ``megatron.core.dist_checkpointing.strategies``."""
+"""The documented names of `functional_ckpt.torch.megatron.strategies`, by a shorter path."""

@@ -1,5 +1,4 @@
-"""`AsyncRequest` and `AsyncCallsQueue` by the module's name in ``megatron.core.dist_checkpointing.strategies``."""
+"""The names of `functional_ckpt.torch.megatron.strategies.async_utils`, by a shorter path."""
 
-from functional_ckpt.torch.strategies.async_calls import AsyncCallsQueue, AsyncRequest
-
-__all__ = ["AsyncCallsQueue", "AsyncRequest"]
+from functional_ckpt.torch.megatron.strategies.async_utils import *  # noqa: F403
+from functional_ckpt.torch.megatron.strategies.async_utils import __all__ as __all__

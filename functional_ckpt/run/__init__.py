@@ -1,0 +1,1 @@
+"""What conducts a save and a load: capture, agree, plan, stage, write, publish; open, plan, read, fill."""

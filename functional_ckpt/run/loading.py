@@ -1,0 +1,357 @@
+"""A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
+
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from functional_ckpt.errors import (
+    CheckpointError,
+    PathNotSharedError,
+    PerRankError,
+    SpecError,
+    raise_problems,
+)
+from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
+from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.pieces import Pieces
+from functional_ckpt.run.arguments import check_load
+from functional_ckpt.run.comm import Gather, agree, together
+from functional_ckpt.run.leaves import LeafAdapter, PerRank, adapter_of
+from functional_ckpt.run.objects import ObjectReader
+from functional_ckpt.run.policy import LoadPolicy
+from functional_ckpt.run.progress import Progress, Tracker
+from functional_ckpt.run.wanted import Told, WantedKeys
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.table import widest
+from functional_ckpt.spec.tree import Path as TreePath
+from functional_ckpt.spec.tree import key_of, map_leaves
+from functional_ckpt.store.base import Store
+from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.chunk import check_chunk
+from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
+from functional_ckpt.store.exchange import Exchange
+from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import Memory
+from functional_ckpt.store.values import decode_text
+
+__all__ = ["load_tree"]
+
+
+def load_tree(
+    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, progress: Callable[[Progress], None] | None
+) -> Any:
+    """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if any rank has a problem; before the first byte is read, unless stored bytes are corrupt.
+    """
+    found: list[Opened] = []
+
+    def open_it() -> str:
+        check_load(like, path, policy, progress)
+        found.append(Opened.at(path))
+        return found[0].digest
+
+    try:
+        digests = together(gather, open_it)
+        if len(set(digests)) > 1:
+            remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
+            raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
+        return _load(like, found[0], policy, gather, Tracker(progress))
+    finally:
+        for opened in found:
+            opened.close()
+
+
+def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
+    seeker = _Seeker(opened.manifest, opened.store, policy, gather)
+    kept: list[tuple[Any, LoadPlan]] = []
+
+    def plan() -> _Wish:
+        tracker.enter("plan")
+        with opened.guard():
+            skeleton = seeker.seek(like)
+            kept.append((skeleton, seeker.plan()))
+        return seeker.wish(kept[0][1])
+
+    wishes = together(gather, plan)
+    skeleton, load_plan = kept[0]
+
+    def share() -> tuple[LoadPlan, Pieces | None]:
+        with opened.guard():
+            seeker.check(wishes)
+        return seeker.share(load_plan, wishes)
+
+    mine, moved = agree(gather, share)
+
+    def read() -> None:
+        with opened.guard():
+            seeker.read(mine, moved, tracker)
+        opened.check()
+
+    agree(gather, read)
+
+    def finish() -> Any:
+        loaded = _resolved(skeleton)
+        tracker.enter("done")
+        return loaded
+
+    return agree(gather, finish)
+
+
+@attrs.frozen(eq=False)
+class _Wish:
+    """What a rank tells the others before a load: of its keys, and with `read_once` what it wants to read."""
+
+    keys: Told
+    wanted: Pieces | None
+    budget_nbytes: int
+
+
+@attrs.frozen(eq=False)
+class _Later:
+    """Stands in the tree for a leaf that exists once the bytes are read."""
+
+    result: Callable[[], Any]
+
+
+class _Seeker:
+    """Finds for each leaf of `like` what is stored for it; one object per load."""
+
+    def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
+        self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
+        self.keys = WantedKeys(manifest, policy)
+        self.shards: list[ShardSpec] = []
+        self.buffers: list[Buffer] = []
+        self._problems: list[CheckpointError] = []
+        self._objects = ObjectReader(store, policy.safe_globals)
+        self._values = {value.key: value for value in manifest.values}
+        self._per_rank = {entry.key: entry for entry in manifest.per_rank}
+        self._filled: dict[Hashable, ArrayEntry] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    def seek(self, like: Any) -> Any:
+        """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
+
+        Leaves for which nothing fitting is stored stay; `check` reports them together with all other problems.
+        """
+        return map_leaves(self._leaf, like)
+
+    def plan(self) -> LoadPlan:
+        """Plan the reads and look for every chunk they need; `check` reports the problems."""
+        entries = self.manifest.by_key
+        self.memory = Memory.of(self.shards, self.buffers, entries)
+        self._problems += self.memory.problems
+        self._problems += [self._objects.problem] if self._objects.problem is not None else []
+        try:
+            plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
+        except CheckpointError as error:
+            self._problems.append(error)
+            return LoadPlan(())
+        needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
+        for read in plan.reads:
+            entry, grid = entries[read.key], entries[read.key].grid
+            for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
+                needed[entry.spec.key, index] = entry
+        problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
+        self._problems += [problem for problem in problems if problem is not None]
+        return plan
+
+    def wish(self, plan: LoadPlan) -> _Wish:
+        """Return what the other ranks must know."""
+        wanted: Pieces | None = None
+        if self.policy.read_once and isinstance(self.gather, Exchange):
+            entries = self.manifest.arrays
+            numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
+            numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
+            wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
+        return _Wish(self.keys.told(), wanted, self.policy.budget_nbytes)
+
+    def check(self, wishes: Sequence[_Wish]) -> None:
+        """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
+
+        Raises
+        ------
+        CheckpointError
+            All problems at once.
+        """
+        raise_problems([*self.keys.problems([wish.keys for wish in wishes]), *self._problems])
+
+    def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
+        """Return what this rank reads by itself, and what it reads for others or gets from them."""
+        wanted = [wish.wanted for wish in wishes if wish.wanted is not None]
+        if len(wanted) < len(wishes):
+            if wanted:
+                raise SpecError("some ranks read once and others do not", expected="one LoadPolicy on all ranks")
+            return plan, None
+        arrays = [entry.plan for entry in self.manifest.arrays]
+        budget = min(wish.budget_nbytes for wish in wishes)
+        alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
+        return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
+
+    def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
+        """Fill the targets."""
+        policy, entries = self.policy, self.manifest.by_key
+        budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
+        arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
+        if moved is not None:
+            total += nbytes_read([entry.layout for entry in arrays], moved, self.gather.rank)
+        tracker.enter("read", total)
+        try:
+            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
+        except Exception as error:
+            if moved is None:
+                raise
+            failure = error
+        if moved is not None and isinstance(self.gather, Exchange):
+            buffers, store, exchange = self.buffers, self.store, self.gather
+            read_and_distribute(moved, arrays, buffers, store, exchange, budget, verify, tracker.add, failure)
+        self.memory.check(entries, self.store, policy.cast, policy.allow_shape_mismatch, budget)
+
+    def _leaf(self, path: TreePath, leaf: Any) -> Any:
+        key = key_of(path)
+        if not self.keys.selects(key):
+            return leaf
+        try:
+            if isinstance(leaf, PerRank):
+                return self._per_rank_leaf(path, key, leaf)
+            return self._stored_leaf(self.policy.stored_key(key), leaf)
+        except CheckpointError as error:
+            self._problems.append(error)
+            return leaf
+
+    def _stored_leaf(self, key: str, leaf: Any) -> Any:
+        adapter = adapter_of(leaf)
+        entry = self.manifest.by_key.get(key)
+        if key in self._values or entry is not None:
+            self.keys.use((key,))
+        if entry is not None and entry.codec is not None:
+            if adapter is not None:
+                raise SpecError("the checkpoint has an object, `like` an array", key,
+                                remedy="Put any plain value there in `like`")  # fmt: skip
+            return self._objects.read(entry)
+        if key in self._values:
+            if adapter is not None:
+                raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
+                                remedy="Put any plain value there in `like`")  # fmt: skip
+            return decode_text(key, self._values[key].text)
+        if entry is None:
+            return self._unstored_leaf(key, leaf)
+        if adapter is None and type(leaf) in (bool, int, float, complex) and entry.spec.shape == ():
+            array = adapter_of(entry.spec)
+            return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
+        if adapter is None:
+            raise SpecError(
+                "the checkpoint has an array, `like` a plain value", key, None, entry.spec.shape, None, None,
+                type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
+            )  # fmt: skip
+        return self._array_leaf(key, entry, leaf, adapter)
+
+    def _array_leaf(
+        self,
+        key: str,
+        entry: ArrayEntry,
+        leaf: Any,
+        adapter: LeafAdapter,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        # Leaves that `like` allocates alike and the checkpoint has tied become one new array.
+        plan = adapter.blueprint(leaf)
+        fresh = None if plan is None or convert is not None else (entry.spec.key, plan)
+        if fresh in self._made:
+            return self._made[fresh]
+        target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
+        later = _Later(target.result if convert is None else lambda: convert(target.result()))
+        if fresh is not None:
+            self._made[fresh] = later
+        filled = self._filled.get(target.held.identity)
+        if filled is None:
+            self._filled[target.held.identity] = entry
+            self.shards += target.held.all_shards(self.gather.rank)
+            self.buffers += target.held.buffers
+        elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
+            entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
+        ):  # fmt: skip
+            raise SpecError("two leaves of `like` share one memory, and the checkpoint has two arrays", key,
+                            expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
+        return later
+
+    def _unstored_leaf(self, key: str, leaf: Any) -> Any:
+        """Return the leaf, for which nothing is stored under its own key."""
+        is_empty = type(leaf) in (dict, list)
+        if key not in self.keys.holders and not (is_empty and not key):  # a checkpoint of nothing has no key at all
+            self.keys.miss(key)
+        elif is_empty:  # stands for what other ranks hold there
+            self.keys.leave(key)
+        else:
+            self.keys.use_below(key)
+            if key in self._per_rank:
+                raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
+                                remedy="Put a PerRank(...) there in `like`")  # fmt: skip
+            what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
+            raise SpecError(
+                "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
+                remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
+            )  # fmt: skip
+        return leaf
+
+    def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
+        stored = self._per_rank.get(self.policy.stored_key(key))
+        if stored is None:
+            key = self.policy.stored_key(key)
+            if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
+                self.keys.use_below(key)
+                raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
+                                remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
+            self.keys.miss(key)
+            return leaf
+        start = f"{stored.key}.rank".lstrip(".")
+        below = [k for k in self.keys.stored if k.startswith(start)]
+        self.keys.use(below)
+        saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
+        if saved == now or rule == "first":
+            rank = self.gather.rank if saved == now else 0
+            inner = self._rank_value(stored.key, rank, leaf.value)
+            return _Later(lambda: PerRank(_resolved(inner)))
+        if callable(rule):
+            if len(below) < saved:
+                raise PerRankError("values of some ranks are not stored", key, None, None, None, f"{saved} ranks")
+            values = [
+                self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
+            ]
+            return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+        before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
+        raise PerRankError(
+            "values that differ by rank were saved by another number of ranks", key, None, None, None, before, after,
+            "Pass LoadPolicy(per_rank='first') or a function that deals them out",
+        )  # fmt: skip
+
+    def _rank_value(self, key: str, rank: int, like: Any) -> Any:
+        return map_leaves(
+            lambda inner, leaf: self._stored_leaf(_rank_key(key, rank, inner), leaf),
+            like,
+        )
+
+    def _fresh(self, key: str, rank: int, like: Any) -> Any:
+        """Return `like` with new arrays of the stored shapes, so that the values of many ranks fit side by side."""
+
+        def fresh(inner: TreePath, leaf: Any) -> Any:
+            adapter = adapter_of(leaf)
+            entry = self.manifest.by_key.get(_rank_key(key, rank, inner))
+            return adapter.empty(leaf, entry.spec) if adapter is not None and entry is not None else leaf
+
+        return map_leaves(fresh, like)
+
+
+def _rank_key(key: str, rank: int, inner: TreePath) -> str:
+    """Return the key of leaf `inner` of what `rank` saved under `key`."""
+    return ".".join(part for part in (key, str(RankItem(rank)), key_of(inner)) if part)
+
+
+def _resolved(tree: Any) -> Any:
+    return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)

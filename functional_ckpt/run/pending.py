@@ -1,0 +1,200 @@
+"""`PendingSave`: a save that goes on in the background and commits by itself."""
+
+import atexit
+import logging
+import os
+import threading
+import traceback
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+import attrs
+
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    ProblemError,
+    SaveCancelledError,
+    changed,
+    raise_problems,
+)
+from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.run.progress import Progress, Tracker
+
+__all__ = ["PendingSave", "raise_dropped", "start", "wait_for_all"]
+
+_LOGGER = logging.getLogger("functional_ckpt")
+
+
+class PendingSave:
+    """A running save. Dropping it changes nothing: the save publishes by itself, or fails on all ranks.
+
+    A failure that nobody asks for is logged, and raised by the next save; at exit it is a warning.
+
+    Examples
+    --------
+    >>> import numpy as np, functional_ckpt
+    >>> pending = functional_ckpt.async_save({"w": np.ones(3)}, "memory://pending-example")
+    >>> pending.result().nbytes, pending.done()
+    (24, True)
+    """
+
+    def __init__(self, future: "Future[Manifest]", tracker: Tracker) -> None:
+        self._future = future
+        self._tracker = tracker
+
+    def done(self) -> bool:
+        """Tell whether the save has been published or has failed."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Manifest:
+        """Wait for the save, at most `timeout` seconds, and return its manifest.
+
+        Raises
+        ------
+        TimeoutError
+            If it is still running; it goes on.
+        CheckpointError
+            If it failed, here or on another rank; then nothing was published.
+        """
+        try:
+            return self._future.result(timeout)
+        finally:
+            if self._future.done():
+                _FAILED.pop(self._future, None)
+
+    def progress(self) -> Progress:
+        """Return how far this rank has come."""
+        return self._tracker.now
+
+    def cancel(self) -> None:
+        """Ask the save to stop. Unless it is published already, `result` raises on every rank."""
+        self._tracker.cancelled.set()
+
+
+@attrs.frozen(eq=False)
+class _Job:
+    """A save to run, and who wants to know of it."""
+
+    function: Callable[[], Manifest]
+    future: "Future[Manifest]"
+    pending: "weakref.ref[PendingSave]"
+    #: Keeps the key of the queue, which is its number, from being given to another one.
+    lane: object
+
+    def run(self) -> None:
+        try:
+            manifest = self.function()
+        except BaseException as error:
+            if not isinstance(error, SaveCancelledError):
+                _LOGGER.exception("a save in the background failed")
+                _FAILED[self.future] = self.pending
+            for each in (error, error.__cause__, error.__context__):
+                if each is not None:  # the frames hold the copy of the state
+                    traceback.clear_frames(each.__traceback__)
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(manifest)
+
+
+def start(function: Callable[[], Manifest], tracker: Tracker, lane: object = None) -> PendingSave:
+    """Run `function` in the background, after all that were started before it on its `lane`: ranks agree on the order.
+
+    Lanes have threads of their own, so that no rank waits in one for another that waits in the other. A thread ends
+    with its last save: nothing is left to stop at exit, or to be missed in a forked child. Where no thread can be had,
+    at exit or at the system's limit, the save is done when this returns.
+    """
+    future: Future[Manifest] = Future()
+    pending = PendingSave(future, tracker)
+    job = _Job(function, future, weakref.ref(pending), lane)
+    with _LOCK:
+        if id(lane) in _QUEUES:
+            _QUEUES[id(lane)].append(job)
+            return pending
+        _QUEUES[id(lane)] = deque([job])
+    thread = threading.Thread(target=_run_all, args=(id(lane),), name="functional_ckpt-save")
+    try:
+        if threading.main_thread().is_alive():
+            thread.start()
+        else:  # the interpreter ends, and waits for no more threads
+            _run_all(id(lane))
+    except RuntimeError:
+        _run_all(id(lane))
+    except BaseException:  # an interrupt: the save ends as a cancelled one does
+        tracker.cancelled.set()
+        if not thread.is_alive():
+            _run_all(id(lane))
+        raise
+    return pending
+
+
+def wait_for_all() -> None:
+    """Wait for the saves of this process that are in the background, so that a later one is also published later."""
+    with _LOCK:
+        running = [job.future for queue in _QUEUES.values() for job in queue]
+    if not getattr(_HERE, "is_worker", False):  # else it would wait for itself
+        wait(running)
+
+
+def raise_dropped() -> None:
+    """Raise what earlier saves in the background have failed of, unless somebody has asked or still can.
+
+    Raises
+    ------
+    CheckpointError
+        All of it, once.
+    """
+    dropped = [future for future, pending in [*_FAILED.items()] if pending() is None]
+    errors = [future.exception() for future in dropped if _FAILED.pop(future, None) is not None]
+    for error in errors:
+        if not isinstance(error, CheckpointError | None):
+            raise error
+    raise_problems(_dated(error) for error in errors if isinstance(error, CheckpointError))
+
+
+def _dated(error: CheckpointError) -> CheckpointError:
+    """Return an error that says that it is not of this save."""
+    if not isinstance(error, ProblemError):
+        return error
+    return changed(error, what=f"an earlier async_save has failed: {error.what}")
+
+
+def _run_all(key: int) -> None:
+    """Run the saves of a queue until it is empty."""
+    _HERE.is_worker = True
+    try:
+        while True:
+            _QUEUES[key][0].run()
+            with _LOCK:
+                _QUEUES[key].popleft()
+                if not _QUEUES[key]:
+                    del _QUEUES[key]
+                    return
+    finally:
+        _HERE.is_worker = False
+
+
+def _warn() -> None:
+    for future in _FAILED:
+        warnings.warn(f"a save in the background failed: {future.exception()!r}", CheckpointWarning, stacklevel=2)
+
+
+def _forget() -> None:
+    """In a forked child there are neither the saves nor the threads of its parent."""
+    global _LOCK
+    _LOCK = threading.Lock()
+    _QUEUES.clear()
+    _FAILED.clear()
+
+
+_LOCK = threading.Lock()
+_HERE = threading.local()
+#: Saves that run or wait, by the number of their lane.
+_QUEUES: dict[int, deque[_Job]] = {}
+#: Saves that have failed, until somebody asks.
+_FAILED: "dict[Future[Manifest], weakref.ref[PendingSave]]" = {}
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_warn)

@@ -1,0 +1,249 @@
+"""How the ranks of a save come to one plan: alone, from memory, or by gathering what they hold."""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import CheckpointError, DuplicateKeyError, ProblemError, SpecError, raise_problems
+from functional_ckpt.plan.agreement import Basis, Proposal, contents_agree, is_plannable_alone, propose, world_digest
+from functional_ckpt.plan.check import check_conflicts
+from functional_ckpt.plan.layout import ArrayPlan
+from functional_ckpt.plan.local import local_array_plans, plan_local_save
+from functional_ckpt.plan.save import SavePlan, plan_save, restrict
+from functional_ckpt.plan.state import (
+    GlobalState,
+    LocalState,
+    Part,
+    content_problems,
+    filled,
+    merge_structures,
+    placed_leaves,
+)
+from functional_ckpt.run.capture import Captured
+from functional_ckpt.run.comm import Gather, agree, together
+from functional_ckpt.run.policy import SavePolicy
+from functional_ckpt.spec.table import ShardRows, ShardTable
+from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.exchange import Exchange
+from functional_ckpt.store.opening import open_store
+
+__all__ = ["Agreed", "Plan", "PlanMemory", "Planner", "opened", "plan_alone", "plan_gathered", "sealed"]
+
+#: Plans kept in a memory: a training loop saves one or two kinds of state.
+_KEPT = 8
+
+
+@attrs.frozen
+class Plan:
+    """A save but for its values: the merged structure, the layout of every array, and `mine`, this rank's part."""
+
+    structure: GlobalState
+    arrays: tuple[ArrayPlan, ...]
+    mine: SavePlan
+
+
+@attrs.frozen
+class Agreed:
+    """What all ranks have agreed on: the merged state, the layout of every array, and `mine`, this rank's part."""
+
+    state: GlobalState
+    arrays: tuple[ArrayPlan, ...]
+    mine: SavePlan
+
+
+class PlanMemory:
+    """The last plans of this process: for each basis the world that it was part of, and the plan made for that world.
+
+    A basis is known by the fingerprint of everything that a rank brings to a plan, a world by those of all ranks, so
+    that a plan found here is the one that would be made now. Threads may share a memory.
+    """
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[bytes, tuple[bytes, Plan]] = OrderedDict()
+        self._lock = Lock()
+
+    def find(self, basis: bytes) -> tuple[bytes, Plan] | None:
+        """Return the world in which this rank last brought the same, and the plan for it."""
+        with self._lock:
+            return self._plans.get(basis)
+
+    def keep(self, basis: bytes, world: bytes, plan: Plan) -> None:
+        """Remember a plan, and forget the oldest."""
+        with self._lock:
+            self._plans[basis] = world, plan
+            self._plans.move_to_end(basis)
+            while len(self._plans) > _KEPT:
+                self._plans.popitem(last=False)
+
+
+class Planner:
+    """One save's way to a plan. Every rank makes the same decisions, from what all ranks have said."""
+
+    def __init__(self, path: str | Path, policy: SavePolicy, gather: Gather, memory: PlanMemory) -> None:
+        self.path, self.policy, self.gather, self.memory = path, policy, gather, memory
+
+    def agree(self, describe: Callable[[], Captured]) -> tuple[Agreed, Captured]:
+        """Describe this rank's state, come to a plan with all ranks, and return both.
+
+        Raises
+        ------
+        CheckpointError
+            The problems of all ranks, on all ranks.
+        """
+        described: list[Captured] = []
+        brought: list[tuple[Basis, tuple[bytes, Plan] | None]] = []
+
+        def propose_mine() -> Proposal:
+            mine = describe()
+            own = mine.own.tabled(self.gather.rank, sum(mine.counts(mine.common)))
+            basis = self._basis(mine, own)
+            proposal = propose(basis, mine.common.contents(), own, self.policy.budget_nbytes)
+            known = self.memory.find(proposal.basis)
+            described.append(mine)
+            brought.append((basis, known))
+            return attrs.evolve(proposal, planned=known[0]) if known else proposal
+
+        proposals = together(self.gather, propose_mine)
+        mine, (basis, known) = described[0], brought[0]
+        budget = min(proposal.budget_nbytes for proposal in proposals)
+        world = world_digest(proposals, budget)
+        # One that has forgotten makes all plan anew: else it would wait for others that do not come.
+        remembered = known[1] if known and all(proposal.planned == world for proposal in proposals) else None
+        parts = self._told(mine.common, proposals, remembered is not None)
+        agreed, plan = agree(self.gather, lambda: self._agreed(remembered, basis, parts, proposals, budget))
+        self.memory.keep(proposals[self.gather.rank].basis, world, plan)
+        return agreed, mine
+
+    def _basis(self, mine: Captured, own: LocalState) -> Basis:
+        store, group = open_store(self.path), self.gather
+        if group.size > 1 and not store.capabilities.shared:
+            raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
+        return Basis(
+            group.rank, group.size, store.capabilities.shared_chunks, isinstance(group, Exchange), self.policy.layout,
+            self.policy.replicas, mine.common.structure(), own.structure(),
+            (*mine.counts(mine.common), *mine.counts(mine.own)),
+        )  # fmt: skip
+
+    def _told(self, mine: LocalState, proposals: Sequence[Proposal], has_plan: bool) -> list[Part]:
+        """Return what this rank needs of the states of all: gathered, as far as it is not the same on all ranks."""
+        needs_specs = not (has_plan or is_plannable_alone(proposals))
+        if not needs_specs and contents_agree(proposals):
+            return [(self.gather.rank, mine), *_owns(proposals)]
+        wanted = mine.tabled(self.gather.rank) if needs_specs else mine.contents()
+        told = together(self.gather, lambda: sealed(wanted))
+        known: dict[bytes, tuple[LocalState, Any]] = {}
+        return [*enumerate(opened(*each, known) for each in told), *_owns(proposals)]
+
+    def _agreed(
+        self,
+        remembered: Plan | None,
+        basis: Basis,
+        parts: Sequence[Part],
+        proposals: Sequence[Proposal],
+        budget_nbytes: int,
+    ) -> tuple[Agreed, Plan]:
+        problems = content_problems(parts, self.policy.replicated)
+        try:
+            if remembered is not None:
+                plan = remembered
+            elif is_plannable_alone(proposals):
+                plan = plan_alone(basis, [(rank, own.structure()) for rank, own in _owns(proposals)], budget_nbytes)
+            else:
+                plan = plan_gathered(basis, [(rank, state.structure()) for rank, state in parts], budget_nbytes)
+        except CheckpointError as error:
+            raise_problems([*problems, error])
+            raise
+        raise_problems(problems)
+        return Agreed(filled(plan.structure, parts), plan.arrays, plan.mine), plan
+
+
+def _owns(proposals: Sequence[Proposal]) -> list[Part]:
+    return [(rank, proposal.own) for rank, proposal in enumerate(proposals) if proposal.own is not None]
+
+
+def plan_alone(basis: Basis, owns: Sequence[Part], budget_nbytes: int) -> Plan:
+    """Plan a rank's part by itself; `owns` are the structures of what only one rank has, of all ranks.
+
+    Raises
+    ------
+    CheckpointError
+        The problems of merging and of planning, all at once.
+    """
+    structure, problems = merge_structures([(basis.rank, basis.common), *owns])
+    items = placed_leaves(basis.common, owns, basis.size, {alias.key for alias in structure.aliases})
+    arrays = local_array_plans(items, basis.layout, basis.shared_ok, basis.owned_ok)
+    raise_problems([*problems, *_name_collisions(arrays)])
+    plan = plan_local_save(
+        basis.rank, items, basis.layout, basis.replicas, basis.shared_ok, basis.owned_ok, budget_nbytes, arrays
+    )
+    # The plan counts the shards of the items; buffers are there for tied leaves too.
+    leaves = (*basis.common.arrays, *basis.own.arrays)
+    ends = np.cumsum([0, *basis.counts]).tolist()
+    buffers = {leaf.key: range(*ends[i : i + 2]) for i, leaf in enumerate(leaves)}
+    keys = dict.fromkeys(item.key for item in items if item.key in buffers)  # shards of one key come in a row
+    numbers = np.array([*(number for key in keys for number in buffers[key]), -1], np.int64)
+    shard = np.where(plan.pieces.shard >= 0, numbers[plan.pieces.shard], -1)
+    return Plan(structure, arrays, attrs.evolve(plan, pieces=attrs.evolve(plan.pieces, shard=shard)))
+
+
+def plan_gathered(basis: Basis, parts: Sequence[Part], budget_nbytes: int) -> Plan:
+    """Plan for all ranks from the structures of all, tables included, and return the part of this rank.
+
+    Raises
+    ------
+    CheckpointError
+        The problems of merging and of planning, all at once.
+    """
+    structure, problems = merge_structures(parts)
+    leaves = {id(part.arrays): part.arrays for _, part in parts}.values()
+    copied = {leaf.key for each in leaves for leaf in each if leaf.is_copy}
+    copied -= {leaf.key for each in leaves for leaf in each if not leaf.is_copy}
+    # Stable: a rank's own part comes after what it may have in common.
+    tables = [(each, part.table) for each, part in sorted(parts, key=lambda part: part[0]) if part.table is not None]
+    table, conflicts = ShardTable.join([table for _, table in tables], copied, [each for each, _ in tables])
+    problems = (*problems, *check_conflicts(conflicts))
+    table = table.without({alias.key for alias in structure.aliases})
+    try:
+        plan = plan_save(table, basis.layout, basis.replicas, basis.shared_ok, basis.owned_ok, budget_nbytes)
+    except CheckpointError as error:
+        raise_problems([*problems, error])
+        raise
+    raise_problems([*problems, *_name_collisions(plan.arrays)])
+    return Plan(structure, plan.arrays, restrict(plan, basis.rank))
+
+
+def sealed(state: LocalState) -> tuple[bytes, ShardRows | None]:
+    """Return what ranks may have in common as bytes, so that equal ones are unpacked and merged once."""
+    table = state.table
+    alike = (attrs.evolve(state, table=None), table and (table.arrays, table.replicas))
+    return pickle.dumps(alike), table.rows if table else None
+
+
+def opened(described: bytes, rows: ShardRows | None, known: dict[bytes, tuple[LocalState, Any]]) -> LocalState:
+    """Return a state that `sealed` described; equal descriptions become one object, which `known` remembers."""
+    if described not in known:
+        known[described] = pickle.loads(described)  # noqa: S301 - from our own ranks, never from storage
+    state, table = known[described]
+    if rows is None:
+        return state
+    arrays, replicas = table
+    return attrs.evolve(state, table=ShardTable(arrays, replicas, rows))
+
+
+def _name_collisions(arrays: Sequence[ArrayPlan]) -> list[ProblemError]:
+    first: dict[str, str] = {}
+    problems: list[ProblemError] = []
+    for array in arrays:
+        name = node_name(array.spec.key).casefold()
+        other = first.setdefault(name, array.spec.key)
+        if other != array.spec.key:
+            problems.append(
+                DuplicateKeyError("two keys have one node name", array.spec.key, expected=other, found=name)
+            )
+    return problems

@@ -1,0 +1,368 @@
+"""A save, step by step: capture, agree, plan, begin, write, publish. `api` calls it now or in the background.
+
+Every step runs on all ranks through `together`, so that one rank's failure is everybody's and nobody waits.
+"""
+
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointErrors,
+    CheckpointWarning,
+    RankFailedError,
+    SaveCancelledError,
+    SpecError,
+    StorageError,
+    add_notes,
+    raise_problems,
+)
+from functional_ckpt.plan.layout import ArrayPlan
+from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
+from functional_ckpt.plan.save import SavePlan
+from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
+from functional_ckpt.run.capture import Captured
+from functional_ckpt.run.comm import Gather, LocalGather, agree, together
+from functional_ckpt.run.planning import Agreed, PlanMemory, Planner
+from functional_ckpt.run.policy import SavePolicy
+from functional_ckpt.run.progress import Tracker
+from functional_ckpt.store.base import Store
+from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.store.chunk import check_chunk
+from functional_ckpt.store.claim import Claim
+from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
+from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.exchange import Exchange
+from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
+from functional_ckpt.store.opening import open_store
+
+__all__ = [
+    "Prepared",
+    "Written",
+    "abandon_written",
+    "abandoning",
+    "prepare_captured",
+    "publish_alone",
+    "publish_written",
+    "stage",
+    "write",
+    "write_parts",
+]
+
+# Above this many files one flush of the file system costs less than a sync of each (docs/adr).
+_MANY_FILES = 256
+# In place of what this rank does not write, so that a save in the background keeps no hold on it.
+_NOTHING = HostBuffer(np.empty(0, np.uint8))
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A save that all ranks have agreed on: where, what, and what of it is `mine`, this rank's part."""
+
+    gather: Gather
+    policy: SavePolicy
+    state: GlobalState
+    arrays: tuple[ArrayPlan, ...]
+    mine: SavePlan
+    buffers: tuple[Buffer, ...]
+    site: Site
+    claim: Claim | None
+    started: float
+
+
+def prepare_captured(
+    describe: Callable[[], Captured],
+    path: str | Path,
+    policy: SavePolicy,
+    gather: Gather,
+    overwrite: bool,
+    memory: PlanMemory,
+) -> Prepared:
+    """Agree with all ranks on the save of what `describe` describes, and create the place to write to.
+
+    Nothing is written yet. Plans come from `memory` and go there.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if any rank has a problem.
+    """
+    started = time.time()
+    agreed, held = Planner(path, policy, gather, memory).agree(describe)
+    _check_codecs(policy, agreed)
+    names = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
+    site, claim = _begin(path, policy, gather, overwrite, [*names, METADATA_FILE] if policy.metadata_file else names)
+    return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
+
+
+def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
+    """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
+    prefixes = [prefix for prefix, _ in policy.layout.codecs]
+    if prefixes:
+        keys = [array.spec.key for array in agreed.arrays]
+        keys += [alias.key for alias in agreed.state.aliases] + [value.key for value in agreed.state.values]
+        raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
+
+
+def _begin(
+    path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, names: Sequence[str]
+) -> tuple[Site, Claim | None]:
+    """Let rank 0 create the place to write to, and check that all ranks see it."""
+    begun: list[tuple[Site, Claim | None]] = []
+
+    def coordinate() -> Site | None:
+        if gather.rank == 0:
+            begun.append(begin(path, policy.commit, overwrite, names, policy.durability, policy.foreign))
+        return begun[0][0] if begun else None
+
+    try:
+        site = together(gather, coordinate)[0]
+        if site is None:
+            raise SpecError("the group has no rank 0", rank=gather.rank)
+        seen = agree(gather, lambda: seen_from(site, path, gather.rank))
+    except BaseException as error:
+        for mine in begun:
+            add_notes(error, abandon(*mine))
+        raise
+    return seen, begun[0][1] if begun else None
+
+
+def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
+    """Copy what this rank will write, so that the caller's memory is free to change; `background` takes over."""
+    mine = prepared.mine
+
+    def copy() -> tuple[Buffer, ...]:
+        tracker.enter("stage", mine.written_nbytes(prepared.gather.rank))
+        wanted = set(mine.pieces.shard[mine.pieces.source == prepared.gather.rank].tolist())
+        return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
+
+    buffers = agree(prepared.gather, copy)
+    return attrs.evolve(prepared, buffers=buffers, gather=background)
+
+
+@attrs.frozen(eq=False)
+class Written:
+    """A save whose every chunk is in storage, and that nobody sees yet; `checked_s` is before any rank began to wait.
+
+    `checked_s` is on the clock of ``time.monotonic``.
+    """
+
+    prepared: Prepared
+    store: Store
+    manifest: Manifest
+    receipts: tuple[Receipt, ...]
+    checked_s: float = 0.0
+
+
+def write(prepared: Prepared, tracker: Tracker) -> Manifest:
+    """Write this rank's part, collect the others' receipts and publish; on failure nothing is published.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if any rank has failed.
+    """
+    written = write_parts(prepared, tracker)
+    publish_written(written)
+    try:
+        tracker.enter("done")
+    except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
+        warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
+    return written.manifest
+
+
+def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
+    """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
+    gather = prepared.gather
+    mine = prepared.mine
+    with abandoning(prepared):
+        guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
+        store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
+    budget = prepared.policy.budget_nbytes
+
+    exchange = gather if isinstance(gather, Exchange) else None
+
+    def write_mine() -> Receipt:
+        tracker.enter("write", mine.written_nbytes(gather.rank))
+        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
+        if gather.rank:  # rank 0 does it when it publishes
+            store.flush()
+        return receipt
+
+    def digest_mine() -> Receipt:
+        tracker.enter("digest")
+        return digest_shared(mine, store, budget)
+
+    with abandoning(prepared):
+        receipts = together(gather, write_mine)
+        digested = receipts
+        if any(array.layout.rung == "shared" for array in prepared.arrays):
+            digested = receipts + together(gather, digest_mine)
+        chunks = _all_chunks(prepared.arrays, digested)
+        manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.arrays, chunks))
+        written = Written(prepared, store, manifest, tuple(receipts))
+        checked_s = agree(gather, lambda: _check_written(written, tracker))
+    return attrs.evolve(written, checked_s=checked_s)
+
+
+def publish_written(written: Written) -> Manifest:
+    """Publish what all ranks have written; all ranks call it.
+
+    Raises
+    ------
+    CheckpointError
+        On every rank, if it cannot be published; what was written is removed then.
+
+    Warns
+    -----
+    CheckpointWarning
+        On every rank, if it is published, and something that follows could not be done.
+    """
+    with abandoning(written.prepared):
+        problems = _publish(written)
+    for problem in problems:
+        warnings.warn(f"the checkpoint is published, but {problem}", CheckpointWarning, stacklevel=2)
+    return written.manifest
+
+
+def publish_alone(written: Written) -> Manifest:
+    """Publish from rank 0 alone, which was told by other means that all ranks have written; the others do not wait."""
+    return publish_written(attrs.evolve(written, prepared=attrs.evolve(written.prepared, gather=LocalGather())))
+
+
+def abandon_written(written: Written) -> None:
+    """Remove on rank 0 what was written for a save that is not to be published."""
+    if written.prepared.gather.rank == 0:
+        for problem in abandon(written.prepared.site, written.prepared.claim):
+            warnings.warn(f"a save was given up, and {problem}", CheckpointWarning, stacklevel=2)
+
+
+def _check_written(written: Written, tracker: Tracker) -> float:
+    """Fail if this rank has cancelled, or a chunk is missing; return when that was known."""
+    gather = written.prepared.gather
+    tracker.enter("publish")
+    if tracker.cancelled.is_set():
+        raise SaveCancelledError("the save was cancelled")
+    # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
+    # Alone, too: what was written may have been swept away.
+    _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
+    return time.monotonic()
+
+
+def _publish(written: Written) -> tuple[str, ...]:
+    """Let rank 0 publish, unless it takes too long; return what could not be done after that, in words."""
+    prepared = written.prepared
+    gather, claim, timeout_s = prepared.gather, prepared.claim, prepared.policy.timeout_s
+    published: list[tuple[str, ...]] = []
+
+    def confirm() -> None:
+        if claim is not None and not claim.is_held():
+            raise StorageError(
+                "the claim of this save was removed while it ran, and with it maybe what was written",
+                path=prepared.site.url, remedy="Save again; do not sweep where locks of other machines are not seen",
+            )  # fmt: skip
+        # The others have given up by then and said that the save failed.
+        if gather.size > 1 and time.monotonic() > written.checked_s + timeout_s:
+            raise StorageError(
+                "rank 0 took longer to publish than the other ranks wait", path=prepared.site.url,
+                expected=f"at most {timeout_s} s", remedy="Pass a longer SavePolicy(timeout_s=...)",
+            )  # fmt: skip
+
+    def finish() -> tuple[str, ...]:
+        if gather.rank == 0:
+            provenance = _provenance(prepared, list(written.receipts))
+            policy, site = prepared.policy, prepared.site
+            published.append(
+                publish(site, written.store, written.manifest, provenance, policy.consolidate, confirm,
+                        policy.metadata_file)
+            )  # fmt: skip
+            unreleased = None if claim is None else claim.release()
+            published[0] += () if unreleased is None else (unreleased,)
+        return published[0] if published else ()
+
+    try:
+        return together(gather, finish)[0]
+    except CheckpointError as error:
+        if not published:
+            raise
+        return (*published[0], f"not all other ranks could be told ({error})")
+
+
+@contextmanager
+def abandoning(prepared: Prepared) -> Iterator[None]:
+    """Remove on rank 0 what a failing save has written."""
+    try:
+        yield
+    except BaseException as error:
+        if prepared.gather.rank == 0:
+            add_notes(error, abandon(prepared.site, prepared.claim, prepared.gather.size > 1 and _is_broken(error)))
+        raise
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Tell whether other ranks may not know of the failure, and go on."""
+    if isinstance(error, CheckpointErrors):
+        return any(map(_is_broken, error.exceptions))
+    return not isinstance(error, CheckpointError) or isinstance(error, RankFailedError)
+
+
+def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> ChunkRows:
+    """Return the digests of all ranks, with their arrays as the plan numbers them."""
+    numbers = {array.spec.key: number for number, array in enumerate(arrays)}
+    renumbered = [
+        attrs.evolve(r.chunks, array=np.array([numbers[key] for key in r.keys], np.int64)[r.chunks.array])
+        for r in receipts
+    ]
+    return ChunkRows.joined(renumbered)
+
+
+def _check_presence(store: Store, manifest: Manifest, receipt: Receipt) -> None:
+    entries = [manifest.by_key[key] for key in receipt.keys]
+    rows = zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
+    found = (check_chunk(store, entries[array], entries[array].grid.index(chunk)) for array, chunk in rows)
+    raise_problems(problem for problem in found if problem is not None)
+
+
+def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
+    names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
+    return {
+        "save_id": prepared.site.save_id,
+        "started": prepared.started,
+        "finished": time.time(),
+        "python": platform.python_version(),
+        "versions": {name: found for name in names if (found := _version(name)) is not None},
+        "ranks": [
+            {
+                "nbytes": r.nbytes,
+                "messages": r.traffic.messages,
+                "moved_nbytes": r.traffic.nbytes,
+                "arrays": [r.keys[number] for number in np.unique(r.chunks.array).tolist()],
+            }
+            for r in receipts
+        ],
+    }
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except (PackageNotFoundError, OSError):  # no save fails for that
+        return None
+
+
+def _sync_mode(durability: str, mine: SavePlan, rank: int) -> str:
+    if durability != "auto":
+        return durability
+    return "syncfs" if mine.file_count(rank) > _MANY_FILES else "fsync"

@@ -1,0 +1,254 @@
+"""Reading for ``torch.distributed.checkpoint``: `ZarrStorageReader`."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from functional_ckpt.errors import CheckpointError, GapError, ProblemError, ShapeError, SpecError, raise_problems
+from functional_ckpt.plan.load import plan_load
+from functional_ckpt.plan.manifest import ArrayEntry, Manifest
+from functional_ckpt.run.arguments import check_policy
+from functional_ckpt.run.objects import ObjectReader
+from functional_ckpt.run.policy import LoadPolicy
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.store.base import Store
+from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.chunk import check_chunk
+from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.reading import Opened
+from functional_ckpt.store.sharing import Memory
+from functional_ckpt.store.values import decode_text
+from functional_ckpt.torch.dcp.bridge import (
+    LoadPlan,
+    Metadata,
+    ReadItem,
+    StorageReader,
+    Streamed,
+    done,
+    is_bytes,
+    read_box,
+    stored_metadata,
+)
+from functional_ckpt.torch.dcp.planner import check_unused, local_numel
+from functional_ckpt.torch.tensors import TORCH_LEAVES
+
+__all__ = ["ZarrStorageReader", "has_store"]
+
+
+class ZarrStorageReader(StorageReader):
+    """Reads a checkpoint of this format, whoever wrote it, for ``torch.distributed.checkpoint.load``.
+
+    Parameters
+    ----------
+    path
+        The checkpoint. A ``checkpoint_id`` passed to ``load`` takes its place.
+    policy
+        Of a `LoadPolicy`, `cast`, `verify`, `safe_globals` and `budget_nbytes` count. By default a change of data
+        type is an error, and objects are built from plain types only.
+
+    Raises
+    ------
+    PolicyError
+        For a policy that says what to load (`keys`, `rename`, ...): DCP decides that.
+    CheckpointError
+        Within DCP's ``CheckpointException``: for a chunk that is missing, short or corrupt, an element of a
+        destination that nothing is read for, a change of data type, an object of a class that is not allowed.
+
+    Examples
+    --------
+    >>> import torch, warnings, functional_ckpt
+    >>> import torch.distributed.checkpoint as dcp
+    >>> _ = functional_ckpt.save({"w": torch.ones(2)}, "memory://reader-example")
+    >>> state = {"w": torch.zeros(2)}
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     dcp.load(state, storage_reader=ZarrStorageReader("memory://reader-example"))
+    >>> state["w"]
+    tensor([1., 1.])
+    """
+
+    def __init__(self, path: str | Path, *, policy: LoadPolicy = LoadPolicy()) -> None:
+        super().__init__()
+        check_policy(self, policy, LoadPolicy)
+        check_unused(self, policy)
+        self.path, self.policy = path, policy
+        self._opened: _Opened | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the next load comes from."""
+        return str(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open."""
+        return {**self.__dict__, "_opened": None}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Tell whether there is a store for this path or URL."""
+        return has_store(checkpoint_id)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Begin anew, at `checkpoint_id` if there is one."""
+        self._opened = None
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the manifest as DCP plans with it: one chunk per tensor."""
+        self._opened = _Opened.at(self.path)
+        return stored_metadata(self._opened.manifest, self.checkpoint_id)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Open the checkpoint, unless `read_metadata` has."""
+        self._opened = self._opened or _Opened.at(self.path)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        """Check all items, then read all of them at once to where they belong."""
+        opened, self._opened = self._opened or _Opened.at(self.path), None
+        with closing(opened.source):
+            self._read(opened, plan, planner)
+        return done(None)
+
+    def _read(self, opened: "_Opened", plan: LoadPlan, planner: Any) -> None:
+        tensors = [item for item in plan.items if not is_bytes(item)]
+        targets = [planner.resolve_tensor(item) for item in tensors]
+        raise_problems([*_uncovered(tensors, planner), *opened.left_out(plan.items, planner)])
+        with opened.source.guard():
+            streams = opened.streams([item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
+            opened.fill(tensors, [target.detach() for target in targets], self.policy)
+        for item, target in zip(tensors, targets, strict=True):
+            planner.commit_tensor(item, target)
+        for item, stream in streams:
+            planner.load_bytes(item, stream)
+        opened.source.check()
+
+
+@attrs.frozen(eq=False)
+class _Opened:
+    """A committed checkpoint while it is read."""
+
+    source: Opened
+
+    @classmethod
+    def at(cls, path: str | Path) -> "_Opened":
+        """Open the checkpoint at `path`."""
+        return cls(Opened.at(path))
+
+    @property
+    def store(self) -> Store:
+        """Where it is read from."""
+        return self.source.store
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it contains."""
+        return self.source.manifest
+
+    def left_out(self, items: Iterable[ReadItem], planner: Any) -> list[ProblemError]:
+        """Return a problem for each key that is stored and wanted whole, and for which the plan reads nothing.
+
+        Needs a planner that shows what it wants, and that may not load in part.
+        """
+        wanted = getattr(planner, "state_dict", None)
+        if not isinstance(wanted, Mapping) or getattr(planner, "allow_partial_load", False):
+            return []
+        planned = {item.dest_index.fqn for item in items}
+        stored = {*self.manifest.by_key, *(value.key for value in self.manifest.values)}
+        return [
+            GapError("the plan reads nothing for a key", key, None, None, None,
+                     "1 value" if count is None else f"{count} elements", 0,
+                     "Leave it out of the state dict, or pass a planner with allow_partial_load=True")
+            for key, value in wanted.items()
+            if key in stored and key not in planned and (count := local_numel(value)) != 0
+        ]  # fmt: skip
+
+    def fill(self, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
+        """Read the region of each item into its target."""
+        entries = self.manifest.by_key
+        shards: list[ShardSpec] = []
+        buffers: list[Buffer] = []
+        for item, target in zip(items, targets, strict=True):
+            key, box = item.storage_index.fqn, read_box(item)
+            if tuple(target.shape) != box.shape:
+                raise ShapeError("the planner gives a tensor of another shape than it planned", key, None, None,
+                                 box.start, box.shape, tuple(target.shape))  # fmt: skip
+            held = TORCH_LEAVES.target(key, target, 0, "cpu").held
+            stored = entries[key].spec.shape if key in entries else box.stop
+            shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
+            buffers += held.buffers
+        memory = Memory.of(shards, buffers, entries)
+        raise_problems(memory.problems)
+        plan = plan_load(entries, shards, policy.cast)
+        needed = {
+            (entries[read.key].spec.key, index): entries[read.key]
+            for read in plan.reads
+            for index in entries[read.key].grid.touched(read.box)
+        }
+        problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
+        raise_problems(problem for problem in problems if problem is not None)
+        read_plan(plan, entries, buffers, self.store, memory.budget(policy.budget_nbytes), policy.verify)
+        memory.check(entries, self.store, policy.cast, False, policy.budget_nbytes)
+
+    def streams(self, items: Iterable[ReadItem], safe_globals: Iterable[Any] | str) -> list[tuple[ReadItem, Streamed]]:
+        """Return the plain values and objects that items ask for; what cannot be read is told of all at once."""
+        objects = ObjectReader(self.store, safe_globals)
+        texts = {value.key: value.text for value in self.manifest.values}
+        problems: list[CheckpointError] = []
+        found: list[tuple[ReadItem, Streamed]] = []
+        for item in items:
+            try:
+                found.append((item, Streamed(self._value(item.storage_index.fqn, texts, objects))))
+            except CheckpointError as error:
+                problems.append(error)
+        raise_problems([*problems, *([objects.problem] if objects.problem else [])])
+        return found
+
+    def _value(self, key: str, texts: Mapping[str, str], objects: ObjectReader) -> Any:
+        entry: ArrayEntry | None = self.manifest.by_key.get(key)
+        if entry is not None:
+            return objects.read(entry)
+        if key not in texts:
+            raise SpecError("the checkpoint has no such value", key)
+        return decode_text(key, texts[key])
+
+
+def has_store(checkpoint_id: Any) -> bool:
+    """Tell whether there is a store for a path or URL.
+
+    Examples
+    --------
+    >>> has_store("/tmp/a"), has_store("s3://bucket/a")
+    (True, False)
+    """
+    text = str(checkpoint_id)
+    return text.partition("://")[0] in ("file", "memory") if "://" in text else bool(text)
+
+
+def _uncovered(items: list[ReadItem], planner: Any) -> list[ProblemError]:
+    """Return a problem for each local tensor of which some elements are not read; needs a planner that shows them."""
+    lookup = getattr(planner, "lookup_tensor", None)
+    if lookup is None:
+        return []
+    cells: dict[Any, int] = {}
+    for item in items:
+        cells[item.dest_index] = cells.get(item.dest_index, 0) + int(item.lengths.numel())
+    problems: list[ProblemError] = []
+    for index, count in cells.items():
+        wanted = lookup(index).numel()
+        if count != wanted:
+            offset = tuple(index.offset or ())
+            problems.append(GapError("the plan does not fill a tensor", index.fqn, None, None, offset, wanted, count))
+    return problems

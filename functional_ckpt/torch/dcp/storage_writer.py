@@ -1,0 +1,280 @@
+"""Storage for ``torch.distributed.checkpoint``: `ZarrStorageWriter` and `ZarrStorageReader`.
+
+What they write and read is what `functional_ckpt.save` and `functional_ckpt.load` do: the same format, layout ladder
+and way to publish. The data never passes through DCP's own files.
+"""
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from functional_ckpt.api import named
+from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
+from functional_ckpt.plan.manifest import Manifest
+from functional_ckpt.run.arguments import check_flag, check_policy
+from functional_ckpt.run.capture import Captured, terms_of
+from functional_ckpt.run.comm import Gather, GatherOnly, LocalGather, agree, turn_of
+from functional_ckpt.run.planning import PlanMemory
+from functional_ckpt.run.policy import SavePolicy
+from functional_ckpt.run.progress import Tracker
+from functional_ckpt.run.saving import (
+    Written,
+    prepare_captured,
+    publish_alone,
+    publish_written,
+    write_parts,
+)
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.torch.dcp.bridge import (
+    Members,
+    Metadata,
+    SavePlan,
+    StorageMeta,
+    StorageReader,
+    StorageWriter,
+    WriteItem,
+    WriteResult,
+    done,
+    is_bytes,
+    planned,
+    stamp,
+    with_planner_data,
+    with_storage_data,
+    write_result,
+)
+from functional_ckpt.torch.dcp.items import captured_plan
+from functional_ckpt.torch.dcp.rank_local import with_pure_grid
+from functional_ckpt.torch.dcp.storage_reader import ZarrStorageReader, has_store
+from functional_ckpt.torch.dcp.writing import Writing, abandon_left
+from functional_ckpt.torch.group.link import Link, announce, announced, member_link
+
+__all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader", "ZarrStorageWriter"]
+
+#: Objects that are no plain values are written too, as with DCP's own storage.
+_SAVE_POLICY = SavePolicy(object_codec="torch")
+_PLANS = PlanMemory()
+_PURPOSE = "dcp"
+
+
+class ZarrStorageWriter(StorageWriter):
+    """Writes what ``torch.distributed.checkpoint.save`` and ``async_save`` save, as one checkpoint of this format.
+
+    Parameters
+    ----------
+    path
+        Where to save: a path, ``file://`` or ``memory://``. A ``checkpoint_id`` passed to ``save`` takes its place.
+    policy
+        How to save, see `SavePolicy`; by default objects are written with ``torch.save``.
+    overwrite
+        Replace a checkpoint at the path, in one step: it is the old one or the new one at any moment, never a mix.
+
+    Raises
+    ------
+    CheckpointError
+        Within DCP's ``CheckpointException`` on every rank, whatever rank failed; the path keeps what it held.
+
+    Examples
+    --------
+    >>> import tempfile, torch, warnings
+    >>> import torch.distributed.checkpoint as dcp
+    >>> path = tempfile.mkdtemp() + "/checkpoint"
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     _ = dcp.save({"w": torch.ones(2)}, storage_writer=ZarrStorageWriter(path))
+    >>> import functional_ckpt
+    >>> functional_ckpt.open_checkpoint(path)["w"][:]
+    array([1., 1.], dtype=float32)
+    """
+
+    def __init__(self, path: str | Path, *, policy: SavePolicy = _SAVE_POLICY, overwrite: bool = True) -> None:
+        super().__init__()
+        check_policy(self, policy, SavePolicy)
+        check_flag(self, "overwrite", overwrite)
+        self.path, self.policy, self.overwrite = path, policy, overwrite
+        self._members: Members | None = None
+        self._is_coordinator, self._with_collectives = False, True
+        self._count = 0
+        self._writing: Writing | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the next save goes."""
+        return str(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a save under way: another process starts afresh."""
+        return {**self.__dict__, "_members": None, "_is_coordinator": False, "_writing": None}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Tell whether there is a store for this path or URL."""
+        return has_store(checkpoint_id)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Begin anew, at `checkpoint_id` if there is one; a save that was never finished is removed."""
+        self._drop()
+        if checkpoint_id is not None:
+            self.path = checkpoint_id
+
+    def storage_meta(self) -> StorageMeta:
+        """Return where the checkpoint goes."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn the role of this rank."""
+        self._drop()
+        self._is_coordinator = is_coordinator
+        self._with_collectives = bool(kwargs.get("use_collectives", True))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Say who this rank is: a plan does not tell, and DCP does not say which group saves."""
+        return with_storage_data(plan, Members((_number(),)))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell every rank who saves. Chunks are planned later, by all ranks: cached plans do not come past here."""
+        if not self._with_collectives:  # each rank sees its own plan only
+            return plans
+        ranks, self._count = _members_of(plans), len(plans)
+        if ranks is None:
+            return plans
+        save_id = secrets.token_hex(8)
+        self._members = Members(ranks, save_id)
+        if len(ranks) > 1 and not all(getattr(plan, "usable", True) for plan in plans):
+            # A rank that keeps its cached plan is told nothing by DCP.
+            announce(ranks, _PURPOSE, save_id, self.policy.timeout_s)
+        return [with_storage_data(plan, self._members) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        """Begin to write this rank's part, on a thread where others take part; nothing is visible yet."""
+        return done(self._begun(plan, planner))
+
+    def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
+        link = self._link(plan)
+        held: list[Captured] = []
+        policy = self.policy if self._with_collectives else with_pure_grid(self.policy)
+
+        def describe() -> Captured:
+            held.append(self._captured(plan, planner, policy, link))
+            return held[0]
+
+        def write(gather: Gather, described: Callable[[], Captured], tracker: Tracker) -> Written:
+            with turn_of(gather):
+                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite, _PLANS)
+                return write_parts(prepared, tracker)
+
+        what, timeout_s = f"DCP save of {named(self.path)}", policy.timeout_s
+        if isinstance(link, Link) and self._with_collectives:
+            mine = describe()  # here, so that what fails is this rank's failure: DCP tells the others
+
+            def work(tracker: Tracker) -> Written:
+                return write(link.gather(timeout_s, what, tracker.cancelled.is_set), lambda: mine, tracker)
+
+            begun = Writing.begun(work, link.rank == 0, link.lane)
+            self._writing = begun if link.rank == 0 else None
+        else:
+            gather: Gather = link.gather(timeout_s, what) if isinstance(link, Link) else link
+            gather = gather if self._with_collectives else GatherOnly(gather)
+            self._writing = Writing.done(write(gather, describe, Tracker()))
+        specs = {leaf.key: leaf.spec for leaf in held[0].common.arrays}
+        return [write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish in one step what all ranks have written; without collectives, all ranks come here."""
+        if self._writing is None:
+            raise SpecError("there is nothing to publish here", remedy="Leave coordinator_rank=0")
+        written = self._writing.result()
+
+        def checked() -> Written:
+            raise_problems(_unwritten(metadata, results, written.manifest))
+            return attrs.evolve(written, manifest=with_planner_data(written.manifest, metadata.planner_data))
+
+        try:
+            if self._with_collectives:
+                publish_alone(checked())
+            else:
+                publish_written(agree(written.prepared.gather, checked))
+        except BaseException:
+            self._drop()
+            raise
+        self._writing = None
+        stamp(metadata, self.checkpoint_id)
+
+    def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
+        """Describe what this rank is to write."""
+        keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
+        terms = f"dcp {terms_of(policy, self.overwrite)}"
+        return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
+
+    def _link(self, plan: SavePlan) -> Link | LocalGather:
+        """Return what connects this rank to the others that save."""
+        told = plan.storage_data if isinstance(plan.storage_data, Members) else None
+        found = self._members or told
+        if found is None or not self._with_collectives:
+            # Nobody says who saves: a plan cached while another storage was in use, or no exchange of plans at all.
+            found = Members(tuple(range(dist.get_world_size())) if _is_joined() else (0,))
+        members, save_id = found.ranks, found.save_id
+        # A plan that was cached names the save that it was made for.
+        is_new = save_id is not None and save_id not in _SEEN
+        _SEEN.update([save_id] if save_id is not None else [])
+        if self._is_coordinator and self._with_collectives and len(members) != self._count:
+            raise SpecError(
+                "cached plans do not say which ranks save", expected=f"{self._count} ranks", found=members,
+                remedy="Turn plan caching off, or save with the default process group",
+            )  # fmt: skip
+        # A save that failed elsewhere is still waited for by the others: the next one has connections of its own.
+        if not self._with_collectives:
+            return member_link(members, f"{_PURPOSE} without collectives")
+        if not is_new and len(members) > 1:
+            save_id = announced(members, _PURPOSE, self.policy.timeout_s)
+        return member_link(members, _PURPOSE, save_id)
+
+    def _drop(self) -> None:
+        writing, self._writing, self._members = self._writing, None, None
+        if writing is not None:
+            writing.abandon()
+        abandon_left()
+
+
+#: Names of saves in the plans that this process has been given.
+_SEEN: set[str] = set()
+
+
+def _is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _number() -> int:
+    return dist.get_rank() if _is_joined() else 0
+
+
+def _members_of(plans: list[SavePlan]) -> tuple[int, ...] | None:
+    """Return the ranks that made these plans; None if some are cached, and say nothing."""
+    if len(plans) == 1:
+        return (_number(),)
+    told = [plan.storage_data.ranks for plan in plans if isinstance(plan.storage_data, Members)]
+    if len(told) == len(plans) and all(len(ranks) == 1 for ranks in told):
+        return tuple(ranks[0] for ranks in told)
+    return tuple(range(len(plans))) if len(plans) == dist.get_world_size() else None
+
+
+def _nbytes(item: WriteItem, spec: ArraySpec | None) -> int:
+    if spec is None:
+        return 0
+    if is_bytes(item) or item.tensor_data is None:
+        return spec.nbytes
+    return int(item.tensor_data.chunk.sizes.numel()) * spec.itemsize
+
+
+def _unwritten(metadata: Metadata, results: list[list[WriteResult]], manifest: Manifest) -> list[ProblemError]:
+    """Return a problem for each item that DCP has planned and some step has lost."""
+    reported = {(result.index.fqn, result.index.offset) for each in results for result in each}
+    stored = {*manifest.by_key, *(value.key for value in manifest.values)}
+    return [
+        GapError("a planned item was not written", key, None, None, None if offset is None else tuple(offset))
+        for key, offset in planned(metadata)
+        if key not in stored or (key, offset) not in reported
+    ]

@@ -1,0 +1,1 @@
+"""Groups of torch's processes, and connections of our own between them."""

@@ -1,0 +1,62 @@
+"""The names of ``megatron.core.dist_checkpointing``, and (`plugin`) strategies for Megatron itself.
+
+The modules are called as Megatron's are, and need no Megatron but for `plugin`; the names below, which Megatron has in
+its package, are imported on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from functional_ckpt.torch.megatron.core import check_is_distributed_checkpoint
+    from functional_ckpt.torch.megatron.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+    from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy, ZarrSaveStrategy
+    from functional_ckpt.torch.megatron.serialization import (
+        load,
+        load_common_state_dict,
+        load_content_metadata,
+        load_plain_tensors,
+        load_tensors_metadata,
+        remove_sharded_tensors,
+        save,
+    )
+
+_MODULES = {
+    "LocalNonpersistentObject": "mapping",
+    "ShardedObject": "mapping",
+    "ShardedTensor": "mapping",
+    "ZarrLoadStrategy": "plugin",
+    "ZarrSaveStrategy": "plugin",
+    "check_is_distributed_checkpoint": "core",
+    "load": "serialization",
+    "load_common_state_dict": "serialization",
+    "load_content_metadata": "serialization",
+    "load_plain_tensors": "serialization",
+    "load_tensors_metadata": "serialization",
+    "remove_sharded_tensors": "serialization",
+    "save": "serialization",
+}
+
+__all__ = [
+    "LocalNonpersistentObject",
+    "ShardedObject",
+    "ShardedTensor",
+    "ZarrLoadStrategy",
+    "ZarrSaveStrategy",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

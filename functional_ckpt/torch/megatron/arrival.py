@@ -1,0 +1,100 @@
+"""Waiting for rank 0 where Megatron has just let it check the shards of all ranks, alone: it may have raised there.
+
+The others have gone on, and would wait for it until their timeout. What it takes to check, and to write the file of the
+common half, is known well enough to tell that it does not come.
+"""
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch.distributed as dist
+
+from functional_ckpt.errors import CheckpointError, RankFailedError
+from functional_ckpt.torch.group.link import torch_gather
+
+__all__ = ["Expectation", "has_been_checked", "wait_for_rank_0"]
+
+#: How long rank 0 may take besides checking, in seconds, without a change of the file that it writes: enough for one
+#: that is only slow, on a file system that stalls. A rank 0 that dies is noticed at once by other means.
+PATIENCE_S = 60.0
+#: How long it may take to check one shard of one rank: some fifty times what it takes.
+PER_SHARD_S = 0.0005
+
+_SWITCH = "validate_access_integrity"
+
+
+def has_been_checked(entrances: Iterable[CodeType]) -> bool:
+    """Tell whether this is called, however deeply, by one of these functions, told to check the shards.
+
+    Examples
+    --------
+    >>> def save(validate_access_integrity=True):
+    ...     return has_been_checked([save.__code__])
+    >>> save(), save(False), has_been_checked([save.__code__])
+    (True, False, False)
+    """
+    known = frozenset(entrances)
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in known:
+            return bool(frame.f_locals.get(_SWITCH))
+        frame = frame.f_back
+    return False
+
+
+class Expectation:
+    """Until when somebody may still come; `is_over` tells whether that is past.
+
+    A change of the file `sign`, if there is one, shows that he is on his way, and begins the time anew.
+
+    Examples
+    --------
+    >>> Expectation(0.0).is_over(), Expectation(60.0).is_over()
+    (True, False)
+    """
+
+    def __init__(self, seconds: float, sign: Path | None = None) -> None:
+        self._seconds, self._sign = seconds, sign
+        self._seen = self._look()
+        self._ends_s = time.monotonic() + seconds
+
+    def is_over(self) -> bool:
+        """Tell whether he does not come any more."""
+        found = self._look()
+        if found != self._seen:
+            self._seen, self._ends_s = found, time.monotonic() + self._seconds
+        return time.monotonic() >= self._ends_s
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._sign.stat() if self._sign is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def wait_for_rank_0(process_group: Any, timeout_s: float, what: str, shards: int, sign: Path | None = None) -> None:
+    """Return once all ranks of a group are here; `shards` is the number that each holds, about.
+
+    Raises
+    ------
+    RankFailedError
+        On the other ranks, if rank 0 does not come.
+    """
+    if not dist.is_initialized():
+        return
+    seconds = min(timeout_s, PATIENCE_S + PER_SHARD_S * shards * dist.get_world_size())
+    is_over = Expectation(seconds, sign).is_over if dist.get_rank() else None
+    try:
+        torch_gather(process_group, timeout_s, "arrival", what, is_over=is_over).all_gather(None)
+    except CheckpointError as error:
+        if is_over is None:
+            raise
+        raise RankFailedError(
+            "rank 0 did not come: Megatron lets it check the shards of all ranks alone, and it probably raised there",
+            None, 0, found=str(error), remedy="Read the error of rank 0",
+        ) from error  # fmt: skip

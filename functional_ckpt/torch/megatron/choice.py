@@ -1,0 +1,74 @@
+"""Which strategies save and load: those that are passed, those of a name, or those that a checkpoint asks for."""
+
+from pathlib import Path
+from typing import Any
+
+from functional_ckpt.errors import NotACheckpointError, PolicyError
+from functional_ckpt.store.foreign import why_not
+from functional_ckpt.store.opening import directory_of, open_store
+from functional_ckpt.torch.megatron.halves import BACKEND, check_halves, format_of
+from functional_ckpt.torch.megatron.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+
+__all__ = ["get_default_load_sharded_strategy", "loaders_of", "strategy_for"]
+
+
+def strategy_for(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
+    """Return a strategy, or the one that is registered under a name and version.
+
+    Raises
+    ------
+    CheckpointingException
+        If it is none of that kind.
+    """
+    found = get_default_strategy(action, *wanted) if isinstance(wanted, tuple) else wanted
+    if not isinstance(found, kind):
+        raise PolicyError(f"this is no strategy for {action.value}", expected=kind.__name__, found=repr(found))
+    return found
+
+
+def loaders_of(
+    checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any, checks: bool = True
+) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
+    """Return the strategies, which agree to read what lies in the directory: the halves of one save.
+
+    Raises
+    ------
+    CheckpointingException
+        If there is no checkpoint, or they do not read it.
+    """
+    config = format_of(checkpoint_dir)
+    if config is None:
+        directory = directory_of(checkpoint_dir)
+        there = directory is not None and directory.is_dir()
+        reason = why_not(open_store(checkpoint_dir), None)
+        raise NotACheckpointError(
+            "this is no distributed checkpoint" if there else "the checkpoint directory does not exist",
+            path=str(checkpoint_dir), found=f"no metadata.json; {reason.found}" if there else None,
+            remedy=reason.remedy,
+        )  # fmt: skip
+    kept = (config.sharded_backend, config.sharded_backend_version)
+    common = (config.common_backend, config.common_backend_version)
+    sharded_loader = strategy_for(StrategyAction.LOAD_SHARDED, sharded_strategy or kept, LoadShardedStrategy)
+    common_loader = strategy_for(StrategyAction.LOAD_COMMON, common_strategy or common, LoadCommonStrategy)
+    for loader, (backend, version) in ((sharded_loader, kept), (common_loader, common)):
+        loader.check_backend_compatibility(backend)
+        loader.check_version_compatibility(version)
+    if config.sharded_backend == BACKEND and checks:
+        check_halves(checkpoint_dir)
+    return sharded_loader, common_loader
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
+    """Return the strategy by which `load` loads the sharded half of a checkpoint if it is given none.
+
+    Raises
+    ------
+    CheckpointingException
+        If there is no checkpoint.
+    """
+    return loaders_of(checkpoint_dir, None, None)[0]

@@ -1,0 +1,112 @@
+"""``metadata.json``: which strategies read a checkpoint. It is written last, so that it says that the rest is there."""
+
+import json
+import os
+from pathlib import Path
+
+import attrs
+
+from functional_ckpt.errors import CorruptionError
+from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.directories import sync_directory
+from functional_ckpt.store.opening import directory_of, local_path
+from functional_ckpt.torch.megatron.sharded_base import CheckpointingException
+
+__all__ = [
+    "CONFIG_FNAME",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "check_is_distributed_checkpoint",
+    "maybe_load_config",
+    "save_config",
+    "write_whole",
+]
+
+CONFIG_FNAME = "metadata.json"
+
+
+@attrs.frozen
+class CheckpointingConfig:
+    """What ``metadata.json`` says.
+
+    Examples
+    --------
+    >>> CheckpointingConfig("functional_ckpt").common_backend
+    'torch'
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Tell whether a directory holds a finished checkpoint.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> check_is_distributed_checkpoint(tempfile.mkdtemp())
+    False
+    """
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
+    """Return what ``metadata.json`` says, or None if there is none. Fields that this version does not know are ignored.
+
+    Raises
+    ------
+    CheckpointingException
+        If it cannot be read.
+    """
+    directory = directory_of(checkpoint_dir) if checkpoint_dir != "" else None
+    if directory is None or not (path := directory / CONFIG_FNAME).is_file():
+        return None
+    known = [field.name for field in attrs.fields(CheckpointingConfig)]
+    with storage_errors("reading", str(path)):
+        data = path.read_bytes()
+    try:
+        found = json.loads(data)
+        return CheckpointingConfig(**{name: found[name] for name in known if name in found})
+    except (ValueError, TypeError) as error:
+        raise CorruptionError("this is no metadata of a checkpoint", path=str(path), found=str(error)) from None
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
+    """Write ``metadata.json``, whole or not at all.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp()
+    >>> save_config(CheckpointingConfig("functional_ckpt"), path)
+    >>> maybe_load_config(path).sharded_backend
+    'functional_ckpt'
+    """
+    write_whole(local_path(checkpoint_dir) / CONFIG_FNAME, json.dumps(attrs.asdict(config)).encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all, in place of one that is there; it survives a power cut.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "a")
+    >>> write_whole(path, b"1"), write_whole(path, b"2"), path.read_bytes()
+    (None, None, b'2')
+    """
+    with storage_errors("writing", str(path)):
+        new = path.with_name(f".{path.name}.new")
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(file, data[written:])
+            os.fsync(file)
+        finally:
+            os.close(file)
+        os.rename(new, path)
+        sync_directory(path.parent)

@@ -1,0 +1,385 @@
+"""`ShardedTensor`: a local tensor and its place in a global one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index, mul
+from typing import Any
+
+import torch
+
+from functional_ckpt.errors import DTypeError, ShapeError, SpecError
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.grid import fragment_shape, grid_index
+from functional_ckpt.spec.narrowing import narrow_runs
+from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets, narrow
+from functional_ckpt.torch.megatron.exceptions import AxisError, NarrowError, asserting
+from functional_ckpt.torch.megatron.sharded_base import ReplicaId, ShardedBase, about
+from functional_ckpt.torch.tensors import DTYPE_NAMES
+
+__all__ = ["ShardedTensor"]
+
+# Where shapes alone are checked: bounds do not depend on the data type, which may be one that only others can store.
+_ANY_DTYPE = "uint8"
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """A local tensor and its place in a global one. Fields may be assigned to; what they say is `spec`.
+
+    Parameters
+    ----------
+    key
+        Name of the global tensor, unique in the checkpoint.
+    data
+        The local tensor; None where only its place matters.
+    dtype
+        Its data type.
+    local_shape
+        Shape of the local shard in elements, before flattening, without prepended axes.
+    global_shape
+        Shape of the global tensor in elements.
+    global_offset
+        Where the local shard begins in the global tensor, in elements.
+    axis_fragmentations
+        Number of equal shards along each global axis, or None where shards are no regular grid.
+    replica_id
+        0 or all zeros on the one rank that holds the main copy of the shard, something else on the others.
+    prepend_axis_num
+        Leading global axes that the local tensor lacks; the shard has extent 1 along them.
+    allow_shape_mismatch
+        The stored tensor may have another shape: what both have is loaded, the rest becomes zero.
+    flattened_range
+        `data` is this range of the elements of the flattened shard, as a tensor of one dimension.
+
+    Raises
+    ------
+    CheckpointingException
+        If the fields contradict each other, or the shard leaves the global tensor; names the key.
+
+    Examples
+    --------
+    >>> shard = ShardedTensor("w", torch.ones(2, 4), torch.float32, (2, 4), (6, 4), (2, 0), (3, 1))
+    >>> shard.spec.box
+    Box(start=(2, 0), stop=(4, 4))
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    axis_fragmentations: tuple[int, ...] | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    @property
+    def spec(self) -> ShardSpec:
+        """What this rank holds, as a value; `grid` is None where the fragmentations do not describe the shards.
+
+        Raises
+        ------
+        CheckpointingException
+            As the constructor; also for a data type that the format does not have.
+        """
+        name = DTYPE_NAMES.get(self.dtype)
+        if name is None:
+            raise DTypeError(
+                "the format has no such data type", self.key, None, tuple(self.global_shape),
+                expected="one of " + ", ".join(DTYPE_NAMES.values()), found=str(self.dtype),
+            )  # fmt: skip
+        return self._shard(name)
+
+    def validate_metadata_integrity(self) -> None:
+        """Check what the constructor checks; to be called after fields were assigned to.
+
+        Raises
+        ------
+        CheckpointingException
+            If the fields contradict each other, or the shard leaves the global tensor; names the key.
+        """
+        with about(self.key):
+            shard = self._shard(_ANY_DTYPE)
+            if self.axis_fragmentations is not None:
+                fragment_shape(shard.array, self.axis_fragmentations, exact=False)
+                grid_index(shard)
+            if self.data is not None:
+                self._check_data(self.data, self._data_shape(shard))
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the shards of the global tensor form a regular grid; ranges of flattened shards form none."""
+        return self.axis_fragmentations is not None and self.flattened_range is None
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """Return the index into the global tensor that yields the (unflattened) local one.
+
+        Examples
+        --------
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, 2, 3), prepend_axis_num=1)
+        >>> shard.global_slice()
+        (2, slice(0, 4, None))
+        """
+        box = self._shard(_ANY_DTYPE).box
+        prepended = self.prepend_axis_num
+        return (*box.start[:prepended], *box.slices[prepended:])
+
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """Return the index of the local shard in the grid of all shards.
+
+        Raises
+        ------
+        CheckpointingException
+            If the offset is not a multiple of the local shape; an ``AssertionError`` too.
+
+        Examples
+        --------
+        >>> ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 1, 3)).local_chunk_offset_in_global()
+        (1, 0)
+        """
+        with about(self.key), asserting():
+            return grid_index(self._shard(_ANY_DTYPE))
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """Return the shape, in elements, of one fragment of the global tensor.
+
+        Raises
+        ------
+        CheckpointingException
+            If the grid is irregular, or does not divide the global tensor and `allow_shape_mismatch` is off.
+
+        Examples
+        --------
+        >>> ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 1, 3)).max_allowed_chunks()
+        (2, 4)
+        """
+        with about(self.key):
+            if self.axis_fragmentations is None:
+                raise ShapeError("an irregular grid has no fragments of one shape", self.key, None, self.global_shape)
+            array = self._shard(_ANY_DTYPE).array
+            return fragment_shape(array, self.axis_fragmentations, exact=not self.allow_shape_mismatch)
+
+    def without_data(self) -> "ShardedTensor":
+        """Return a copy whose `data` is None.
+
+        Examples
+        --------
+        >>> ShardedTensor.from_rank_offsets("w", torch.ones(4)).without_data().data is None
+        True
+        """
+        return replace(self, data=None)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> "ShardedTensor":
+        """Return the shard of a regular grid.
+
+        Parameters
+        ----------
+        key, data, replica_id, prepend_axis_num
+            See `ShardedTensor`.
+        rank_offsets
+            ``(axis, index, fragments)``: along global `axis` (prepended axes come first) the tensor is cut into
+            `fragments`, of which `data` is number `index`. Other axes are not cut.
+        flattened_range
+            None; see `from_rank_offsets_flat`.
+        init_kwargs
+            Further fields.
+
+        Raises
+        ------
+        CheckpointingException
+            If an axis is repeated or out of range (then also an ``IndexError``), or not ``0 <= index < fragments``.
+
+        Examples
+        --------
+        >>> ShardedTensor.from_rank_offsets("w", torch.ones(2, 4), (0, 1, 3)).global_offset
+        (2, 0)
+        """
+        with about(key):
+            if flattened_range is not None:
+                raise SpecError(
+                    "this constructor takes no flattened range", key, found=flattened_range,
+                    remedy="Call from_rank_offsets_flat",
+                )  # fmt: skip
+        fields = _grid_fields(key, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num)
+        return cls(data=data, dtype=data.dtype, **fields, **init_kwargs)
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        non_flat_local_shape: Sequence[int],
+        *rank_offsets: tuple[int, int, int],
+        flattened_range: slice | None = None,
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        **init_kwargs: Any,
+    ) -> "ShardedTensor":
+        """Return a range of the flattened shard, of shape `non_flat_local_shape`, of a regular grid.
+
+        Parameters as for `from_rank_offsets`; `data` has one dimension.
+
+        Raises
+        ------
+        CheckpointingException
+            As `from_rank_offsets`; also if the range is missing, leaves the shard, or `data` is of another length.
+
+        Examples
+        --------
+        >>> flat = ShardedTensor.from_rank_offsets_flat(
+        ...     "w", torch.ones(5), (2, 4), (0, 1, 3), flattened_range=slice(3, 8))
+        >>> flat.global_shape, flat.spec.size
+        ((6, 4), 5)
+        """
+        with about(key):
+            if flattened_range is None:
+                raise SpecError("this constructor needs a flattened range", key, remedy="Call from_rank_offsets")
+        fields = _grid_fields(key, tuple(non_flat_local_shape), rank_offsets, replica_id, prepend_axis_num)
+        return cls(data=data, dtype=data.dtype, flattened_range=flattened_range, **fields, **init_kwargs)
+
+    def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+        """Set `data`, if it is None, to ``init_fn(shape, dtype=..., device=...)``.
+
+        Examples
+        --------
+        >>> shard = ShardedTensor("w", None, torch.int8, (3,), (9,), (6,), (3,))
+        >>> shard.init_data("cpu", torch.zeros)
+        >>> shard.data
+        tensor([0, 0, 0], dtype=torch.int8)
+        """
+        if self.data is None:
+            shape = self._data_shape(self._shard(_ANY_DTYPE))
+            self.data = init_fn(shape, dtype=self.dtype, device=device)
+
+    def narrow(self, dim: int, start: int, length: int) -> list["ShardedTensor"]:
+        """Narrow the local tensor along `dim` (prepended axes not counted), as every rank narrows its own.
+
+        The global tensor keeps `length` elements per shard. The data of the result are views. A flat shard gives
+        one shard per unbroken run of `data` that survives, maybe none; any other gives one.
+
+        Raises
+        ------
+        CheckpointingException
+            If the range leaves the local tensor (a ``RuntimeError`` too), the axis does not exist (an ``IndexError``),
+            or global extent or offset are not multiples of the local extent (an ``AssertionError``).
+
+        Examples
+        --------
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.arange(4), (0, 1, 3))
+        >>> [half] = shard.narrow(0, 1, 2)
+        >>> half.data, half.global_shape, half.global_offset
+        (tensor([1, 2]), (6,), (2,))
+        """
+        with about(self.key), asserting():
+            axis = self._axis(dim)
+            if not 0 <= start <= start + length <= self.local_shape[axis]:
+                raise NarrowError("a narrowed range leaves the shard", self.key, None, tuple(self.local_shape),
+                                  expected=f"within 0 to {self.local_shape[axis]}", found=(start, length))  # fmt: skip
+            shard, global_axis = self._shard(_ANY_DTYPE), axis + self.prepend_axis_num
+            if shard.flat is not None:
+                runs = narrow_runs(shard, global_axis, start, length)
+                return [
+                    self._narrowed(r.shard, None if self.data is None else self.data[r.start : r.stop]) for r in runs
+                ]
+            (part,) = narrow(shard, global_axis, start, length)
+            return [self._narrowed(part, None if self.data is None else self.data.narrow(axis, start, length))]
+
+    def _axis(self, dim: int) -> int:
+        ndim = len(self.local_shape)
+        if not -ndim <= dim < ndim:
+            raise AxisError("a narrowed axis does not exist", self.key, None, tuple(self.local_shape),
+                            expected=f"[{-ndim}, {ndim})", found=dim)  # fmt: skip
+        return dim % ndim
+
+    def _narrowed(self, part: ShardSpec, data: torch.Tensor | None) -> "ShardedTensor":
+        return replace(
+            self,
+            data=data,
+            local_shape=part.box.shape[self.prepend_axis_num :],
+            global_shape=part.array.shape,
+            global_offset=part.box.start,
+            flattened_range=None if part.flat is None else slice(*part.flat),
+        )
+
+    def _shard(self, dtype: str) -> ShardSpec:
+        with about(self.key):
+            array = ArraySpec(self.key, self.global_shape, dtype)
+            if not len(array.shape) == self.prepend_axis_num + len(self.local_shape) == len(self.global_offset):
+                raise ShapeError(
+                    "local shape, global shape and offset differ in length", self.key, None, array.shape,
+                    tuple(self.global_offset), f"{len(array.shape)} axes, {self.prepend_axis_num} of them prepended",
+                    f"a local shape {tuple(self.local_shape)}",
+                )  # fmt: skip
+            box = Box.from_shape((1,) * self.prepend_axis_num + tuple(self.local_shape), self.global_offset)
+            return ShardSpec(array, box, self.replica_id, self._flat(box), self._grid(array, box))
+
+    def _flat(self, box: Box) -> tuple[int, int] | None:
+        part = self.flattened_range
+        if part is None:
+            return None
+        if part.step not in (None, 1):
+            raise ShapeError("a flattened range has a step", self.key, None, box.shape, found=part)
+        return 0 if part.start is None else index(part.start), box.size if part.stop is None else index(part.stop)
+
+    def _grid(self, array: ArraySpec, box: Box) -> tuple[int, ...] | None:
+        if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(array.shape):
+            return None
+        counts = tuple(map(index, self.axis_fragmentations))
+        return counts if tuple(map(mul, box.shape, counts)) == array.shape else None
+
+    def _data_shape(self, shard: ShardSpec) -> tuple[int, ...]:
+        return tuple(self.local_shape) if shard.flat is None else (shard.size,)
+
+    def _check_data(self, data: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if data.dtype != self.dtype:
+            raise DTypeError(
+                "the local tensor has another data type than its shard", self.key, None, tuple(self.local_shape),
+                expected=str(self.dtype), found=str(data.dtype),
+            )  # fmt: skip
+        if tuple(data.shape) != shape:
+            raise ShapeError(
+                "the local tensor has another shape than its shard", self.key, None, tuple(self.global_shape),
+                tuple(self.global_offset), shape, tuple(data.shape),
+            )  # fmt: skip
+
+
+def _grid_fields(
+    key: str,
+    local_shape: tuple[int, ...],
+    rank_offsets: tuple[tuple[int, int, int], ...],
+    replica_id: ReplicaId,
+    prepend_axis_num: int,
+) -> dict[str, Any]:
+    with about(key):
+        ndim = prepend_axis_num + len(local_shape)
+        if any(axis >= ndim for axis, _, _ in rank_offsets):
+            raise AxisError("a rank offset names an axis that does not exist", key, None, local_shape,
+                            expected=f"[0, {ndim})", found=rank_offsets)  # fmt: skip
+        shard = from_rank_offsets(
+            key, _ANY_DTYPE, local_shape, *rank_offsets, replica_id=replica_id, prepend_axes=prepend_axis_num
+        )
+    return {
+        "key": key,
+        "local_shape": local_shape,
+        "global_shape": shard.array.shape,
+        "global_offset": shard.box.start,
+        "axis_fragmentations": shard.grid,
+        "replica_id": replica_id,
+        "prepend_axis_num": prepend_axis_num,
+    }

@@ -1,0 +1,1 @@
+"""How sharded state dicts are saved and loaded, by the names of ``megatron.core.dist_checkpointing.strategies``."""

@@ -1,0 +1,77 @@
+"""The common half as Megatron writes it, one file of ``torch.save``: read here, never written."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from functional_ckpt.errors import NotACheckpointError, PolicyError
+from functional_ckpt.run.objects import object_from_bytes
+from functional_ckpt.run.policy import LoadPolicy
+from functional_ckpt.store.opening import open_store
+from functional_ckpt.torch.megatron.halves import COMMON_FILE
+from functional_ckpt.torch.megatron.sharded_base import ShardedStateDict, StateDict
+from functional_ckpt.torch.megatron.strategies.base import (
+    LoadCommonStrategy,
+    StrategyAction,
+    register_built_in_strategy,
+)
+
+__all__ = ["TorchLoadCommonStrategy"]
+
+_BACKEND, _VERSION = "torch", 1
+
+
+class TorchLoadCommonStrategy(LoadCommonStrategy):
+    """Loads the common half from Megatron's ``common.pt``, on every rank. Sharded objects it does not know.
+
+    Parameters
+    ----------
+    safe_globals
+        Classes that objects in it may have, see `LoadPolicy`; any if ``"trust"``.
+
+    Examples
+    --------
+    >>> import tempfile, torch
+    >>> path = tempfile.mkdtemp()
+    >>> torch.save({"step": 3}, path + "/common.pt")
+    >>> TorchLoadCommonStrategy().load_common(path)
+    {'step': 3}
+    """
+
+    def __init__(self, *, safe_globals: Any = ()) -> None:
+        self.safe_globals = attrs.evolve(LoadPolicy(), safe_globals=safe_globals).safe_globals
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise `CheckpointingException` unless the common half is such a file."""
+        if loaded_backend != _BACKEND:
+            raise PolicyError("this strategy reads another format", expected=_BACKEND, found=loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise `CheckpointingException` unless the version is known."""
+        if loaded_version != _VERSION:
+            raise PolicyError("this strategy reads another version", expected=_VERSION, found=loaded_version)
+
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """Return the common half, tensors on the CPU.
+
+        Raises
+        ------
+        CheckpointingException
+            If there is none, it is damaged, or holds an object of a class that is not allowed.
+        """
+        data = open_store(checkpoint_dir).read(COMMON_FILE)
+        if data is None:
+            raise NotACheckpointError("there is no common half", path=f"{checkpoint_dir}/{COMMON_FILE}")
+        state: StateDict = object_from_bytes(COMMON_FILE, np.frombuffer(data, np.uint8), self.safe_globals)
+        return state
+
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
+    ) -> StateDict:
+        """Raise: only the strategy of the sharded half has them."""
+        raise PolicyError("this strategy has no sharded objects", path=str(checkpoint_dir))
+
+
+register_built_in_strategy(StrategyAction.LOAD_COMMON, _BACKEND, _VERSION, TorchLoadCommonStrategy())
