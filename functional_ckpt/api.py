@@ -215,8 +215,11 @@ def _gather(
         return process_group
     if "torch" not in sys.modules:
         if process_group is not None:
-            raise SpecError("this is no process group", None, None, None, None, None, type(process_group).__name__,
-                            remedy="Pass a torch process group, or an object with rank, size, all_gather")  # fmt: skip
+            raise SpecError(
+                "this is no process group",
+                found=type(process_group).__name__,
+                remedy="Pass a torch process group, or an object with rank, size, all_gather",
+            )
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group.link")
     # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.

@@ -2,8 +2,7 @@
 
 A problem names what failed, then the key, shape, offset, rank, what was expected and what was
 found, and ends with the remedy. Problems are values first (planning returns them) and exceptions
-second (the edge raises them). Fields are positional because errors travel between ranks by pickle,
-which rebuilds an exception from its positional arguments.
+second (the edge raises them).
 """
 
 import sys
@@ -77,20 +76,24 @@ class ProblemError(CheckpointError):
 
     Examples
     --------
-    >>> print(GapError("a cell has no writer", "w", None, (4, 4), (2, 0)))
+    >>> print(GapError("a cell has no writer", "w", shape=(4, 4), offset=(2, 0)))
     a cell has no writer: key 'w', shape (4, 4), offset (2, 0)
     """
 
     what: str
     key: str | None = None
-    rank: int | tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
-    offset: tuple[int, ...] | None = None
-    expected: object = None
-    found: object = None
-    remedy: str | None = None
-    path: str | None = None
-    chunk: str | None = None
+    rank: int | tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
+    shape: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
+    offset: tuple[int, ...] | None = attrs.field(default=None, kw_only=True)
+    expected: object = attrs.field(default=None, kw_only=True)
+    found: object = attrs.field(default=None, kw_only=True)
+    remedy: str | None = attrs.field(default=None, kw_only=True)
+    path: str | None = attrs.field(default=None, kw_only=True)
+    chunk: str | None = attrs.field(default=None, kw_only=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between ranks by pickle, which knows positional arguments only.
+        return type(self), (self.what,), self.__dict__
 
     def __str__(self) -> str:
         facts = [

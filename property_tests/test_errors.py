@@ -27,23 +27,29 @@ PROBLEMS = [
     for name in errors.__all__
     if isinstance(kind := getattr(errors, name), type) and issubclass(kind, ProblemError)
 ]
-FIELDS = ("what", "key", "rank", "shape", "offset", "expected", "found", "remedy")
+FIELDS = ("what", "key", "rank", "shape", "offset", "expected", "found", "remedy", "path", "chunk")
 
 
 @st.composite
 def problems(draw):
     ints = st.none() | st.lists(st.integers(), max_size=3).map(tuple)
     anything = st.none() | st.text(max_size=5) | st.integers() | ints
-    return draw(st.sampled_from(PROBLEMS))(
-        draw(st.text(min_size=1, max_size=9)),
-        draw(st.none() | st.text(max_size=5)),
-        draw(st.none() | st.integers(0, 9) | ints),
-        draw(ints),
-        draw(ints),
-        draw(anything),
-        draw(anything),
-        draw(st.none() | st.text(max_size=9)),
-    )
+    text = st.none() | st.text(max_size=9)
+    facts = {
+        "rank": st.none() | st.integers(0, 9) | ints,
+        "shape": ints,
+        "offset": ints,
+        "expected": anything,
+        "found": anything,
+        "remedy": text,
+        "path": text,
+        "chunk": text,
+    }
+    kind, what = draw(st.sampled_from(PROBLEMS)), draw(st.text(min_size=1, max_size=9))
+    problem = kind(what, draw(st.none() | st.text(max_size=5)), **draw(st.fixed_dictionaries(facts)))
+    for note in draw(st.lists(st.text(max_size=5), max_size=2)):
+        problem.add_note(note)
+    return problem
 
 
 GROUPS = st.builds(CheckpointErrors, st.text(min_size=1, max_size=9), st.lists(problems(), min_size=1, max_size=3))
@@ -52,7 +58,8 @@ GROUPS = st.builds(CheckpointErrors, st.text(min_size=1, max_size=9), st.lists(p
 def fields(error):
     if isinstance(error, CheckpointErrors):
         return [error.message, *(fields(e) for e in error.exceptions)]
-    return [type(error), *(getattr(error, name) for name in FIELDS)]
+    notes = getattr(error, "__notes__", [])
+    return [type(error), notes, *(getattr(error, name) for name in FIELDS)]
 
 
 def test_the_scan_finds_the_classes():
@@ -72,7 +79,8 @@ def check_travels(error):
 
 @pytest.mark.parametrize("kind", PROBLEMS, ids=lambda kind: kind.__name__)
 def test_x3_every_class_pickles_to_an_equal_error(kind):
-    check_travels(kind("a", "b", (0, 1), (2, 3), (4, 5), "c", {"d": 6}, "e"))
+    facts = {"rank": (0, 1), "shape": (2, 3), "offset": (4, 5), "expected": "c", "found": {"d": 6}, "remedy": "e"}
+    check_travels(kind("a", "b", path="p", chunk="c.0", **facts))
     check_travels(kind("a"))
 
 
@@ -172,7 +180,9 @@ def test_the_text_of_many_problems_is_bounded_and_counts_them_all(many):
 
 def test_thirty_thousand_lost_chunks_are_told_in_a_page():
     lost = [
-        CorruptionError("a stored chunk is missing", f"layers.{i // 3000}", None, (3000,), (i,), chunk=f"c.{i % 3000}")
+        CorruptionError(
+            "a stored chunk is missing", f"layers.{i // 3000}", shape=(3000,), offset=(i,), chunk=f"c.{i % 3000}"
+        )
         for i in range(30_000)
     ]
     with pytest.raises(CheckpointErrors) as caught:

@@ -335,7 +335,7 @@ def test_an_open_flattened_range_goes_to_the_end():
 def test_errors_that_are_two_travel(name):
     kind = getattr(exceptions, name)
     if isinstance(kind, type):
-        error = pickle.loads(pickle.dumps(kind("what", "w", 3)))
+        error = pickle.loads(pickle.dumps(kind("what", "w", rank=3)))
         assert (type(error), error.key, error.rank) == (kind, "w", 3)
 
 

@@ -31,11 +31,26 @@ def check_conflicts(conflicts: Iterable[Conflict]) -> list[ProblemError]:
     for conflict in conflicts:
         first, other, ranks = conflict.spec, conflict.other, (conflict.rank, conflict.other_rank)
         if other.shape != first.shape:
-            problems.append(ShapeError("ranks disagree about the shape of an array", first.key, ranks,
-                                       None, None, first.shape, other.shape))  # fmt: skip
+            problems.append(
+                ShapeError(
+                    "ranks disagree about the shape of an array",
+                    first.key,
+                    rank=ranks,
+                    expected=first.shape,
+                    found=other.shape,
+                )
+            )
         else:
-            problems.append(DTypeError("ranks disagree about the data type of an array", first.key, ranks,
-                                       first.shape, None, first.dtype, other.dtype))  # fmt: skip
+            problems.append(
+                DTypeError(
+                    "ranks disagree about the data type of an array",
+                    first.key,
+                    rank=ranks,
+                    shape=first.shape,
+                    expected=first.dtype,
+                    found=other.dtype,
+                )
+            )
     return problems
 
 
@@ -56,16 +71,27 @@ def check_cover(array: ArraySpec, writes: Sequence[tuple[int, Box]]) -> list[Pro
     if overlap is not None:
         one, other = overlap
         common = boxes[one].intersect(boxes[other])
-        problems.append(OverlapError(
-            "two shards that are not copies of each other hold the same cells", array.key,
-            (writes[one][0], writes[other][0]), array.shape, common.start if common else None, None,
-            f"{boxes[one].start} to {boxes[one].stop} and {boxes[other].start} to {boxes[other].stop}",
-        ))  # fmt: skip
+        problems.append(
+            OverlapError(
+                "two shards that are not copies of each other hold the same cells",
+                array.key,
+                rank=(writes[one][0], writes[other][0]),
+                shape=array.shape,
+                offset=common.start if common else None,
+                found=f"{boxes[one].start} to {boxes[one].stop} and {boxes[other].start} to {boxes[other].stop}",
+            )
+        )
     if gap is not None:
-        problems.append(GapError(
-            "no rank holds some cells", array.key, None, array.shape, gap.start,
-            "shards that cover the whole array", f"nothing from {gap.start} to {gap.stop}",
-        ))  # fmt: skip
+        problems.append(
+            GapError(
+                "no rank holds some cells",
+                array.key,
+                shape=array.shape,
+                offset=gap.start,
+                expected="shards that cover the whole array",
+                found=f"nothing from {gap.start} to {gap.stop}",
+            )
+        )
     return problems
 
 

@@ -314,11 +314,13 @@ def layout_of_faces(
         return Layout("owned", subdivide(whole, free, array.itemsize, policy.target_chunk_nbytes, 0), codecs, stored)
     if not shared_ok:
         raise LayoutError(
-            "shards are too small for chunks of their own, and this store cannot share chunks", array.key, None,
-            array.shape, None, f"chunks of at least {policy.min_chunk_nbytes} bytes",
-            f"{prod(chunk) * array.itemsize} bytes for {chunk}",
-            "Pass a process group that can exchange data, or LayoutPolicy(min_chunk_nbytes=0)",
-        )  # fmt: skip
+            "shards are too small for chunks of their own, and this store cannot share chunks",
+            array.key,
+            shape=array.shape,
+            expected=f"chunks of at least {policy.min_chunk_nbytes} bytes",
+            found=f"{prod(chunk) * array.itemsize} bytes for {chunk}",
+            remedy="Pass a process group that can exchange data, or LayoutPolicy(min_chunk_nbytes=0)",
+        )
     return Layout("shared", subdivide(whole, free, array.itemsize, policy.shared_chunk_nbytes, 0), codecs, stored)
 
 

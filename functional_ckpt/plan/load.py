@@ -167,17 +167,26 @@ def reads_of(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[ArrayRead, ..
 def _mismatch(entry: ArrayEntry | None, shard: ShardSpec, cast: str, reshape: bool) -> ProblemError | None:
     array = shard.array
     if entry is None:
-        return KeyMismatchError("the checkpoint has no such array", array.key, None, array.shape)
+        return KeyMismatchError("the checkpoint has no such array", array.key, shape=array.shape)
     stored = entry.spec
     if len(stored.shape) != len(array.shape) or (stored.shape != array.shape and not reshape):
         return ShapeError(
-            "the stored array has another shape", array.key, None, None, None, array.shape, stored.shape,
-            "Pass LoadPolicy(allow_shape_mismatch=True) to align at the origin and fill with zeros"
-            if len(stored.shape) == len(array.shape) else "Load it in the stored shape and reshape it",
-        )  # fmt: skip
+            "the stored array has another shape",
+            array.key,
+            expected=array.shape,
+            found=stored.shape,
+            remedy="Pass LoadPolicy(allow_shape_mismatch=True) to align at the origin and fill with zeros"
+            if len(stored.shape) == len(array.shape)
+            else "Load it in the stored shape and reshape it",
+        )
     if not can_cast(stored.dtype, array.dtype, cast):
+        wide_enough = "same_kind" if can_cast(stored.dtype, array.dtype, "same_kind") else "any"
         return CastError(
-            "loading would change the data type", array.key, None, array.shape, None, array.dtype, stored.dtype,
-            f"Pass LoadPolicy(cast={'any' if not can_cast(stored.dtype, array.dtype, 'same_kind') else 'same_kind'!r})",
-        )  # fmt: skip
+            "loading would change the data type",
+            array.key,
+            shape=array.shape,
+            expected=array.dtype,
+            found=stored.dtype,
+            remedy=f"Pass LoadPolicy(cast={wide_enough!r})",
+        )
     return None

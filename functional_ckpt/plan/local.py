@@ -184,10 +184,15 @@ def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> 
         if regular and not any(map(mod, item.box.start, extents)):
             return None
     return SpecError(
-        "planning without the other ranks needs a regular grid", item.key, rank, item.array.shape,
-        item.box.start, "a grid of equal, non-empty shards with declared main replicas", item.grid,
-        "Use plan_save on the gathered world",
-    )  # fmt: skip
+        "planning without the other ranks needs a regular grid",
+        item.key,
+        rank=rank,
+        shape=item.array.shape,
+        offset=item.box.start,
+        expected="a grid of equal, non-empty shards with declared main replicas",
+        found=item.grid,
+        remedy="Use plan_save on the gathered world",
+    )
 
 
 def _first_shards(rank: int, local: Sequence[ShardSpec | PlacedArray], groups: Sequence[_Group]) -> Ints:
@@ -245,6 +250,11 @@ def _faces(item: ShardSpec | PlacedArray) -> list[int]:
 
 def _must_move(rank: int, item: ShardSpec) -> SpecError:
     return SpecError(
-        "pieces of a grid this fine have to move, and who holds them is not known", item.key, rank, item.array.shape,
-        item.box.start, None, item.grid, "Use plan_save on the gathered world, or pass owned_ok=False",
-    )  # fmt: skip
+        "pieces of a grid this fine have to move, and who holds them is not known",
+        item.key,
+        rank=rank,
+        shape=item.array.shape,
+        offset=item.box.start,
+        found=item.grid,
+        remedy="Use plan_save on the gathered world, or pass owned_ok=False",
+    )

@@ -198,9 +198,11 @@ def check_version(version: Any) -> None:
         raise ValueError(f"no version: {version}")
     if major > VERSION[0]:
         raise FormatVersionError(
-            "the checkpoint was written by a newer version of the format", None, None, None, None,
-            f"major version {VERSION[0]}", f"{major}.{minor}", "Update functional_ckpt to read it",
-        )  # fmt: skip
+            "the checkpoint was written by a newer version of the format",
+            expected=f"major version {VERSION[0]}",
+            found=f"{major}.{minor}",
+            remedy="Update functional_ckpt to read it",
+        )
 
 
 def canonical(document: object) -> str:
@@ -282,14 +284,14 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
     rung = _str(record.get("rung", "exclusive"))
     digests = [bytes.fromhex(_str(d)) for d in _list(record["digests"])]
     if not _fits(shape, chunk, spec.dtype, stored, len(digests)):
-        raise CorruptionError("an array of the manifest is inconsistent", spec.key, None, shape, None, None, chunk)
+        raise CorruptionError("an array of the manifest is inconsistent", spec.key, shape=shape, found=chunk)
     if any(len(d) != DIGEST_NBYTES for d in digests):
         raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
     object_codec = record.get("codec")
     if object_codec is not None and (
         object_codec not in ("json", "torch") or spec.dtype != "uint8" or len(shape) != 1 or not digests
     ):
-        raise CorruptionError("an object of the manifest is inconsistent", spec.key, None, shape, found=object_codec)
+        raise CorruptionError("an object of the manifest is inconsistent", spec.key, shape=shape, found=object_codec)
     return ArrayEntry(spec, _layout(rung, chunk, codecs, stored), b"".join(digests), _path_of(record), object_codec)
 
 

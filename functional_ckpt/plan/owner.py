@@ -76,10 +76,13 @@ def with_waves(pieces: Pieces, owned: Owners, arrays: Sequence[ArrayPlan], budge
     if len(owned) and nbytes.max() > limit:
         plan = arrays[owned.array[np.argmax(nbytes)]]
         raise PolicyError(
-            "the byte budget is too small for a chunk and the messages that fill it", plan.spec.key, None,
-            plan.spec.shape, None, f"at least {_SHARES * plan.layout.chunk_nbytes} bytes", budget_nbytes,
-            "Pass a larger budget_nbytes, or a smaller LayoutPolicy(target_chunk_nbytes=...)",
-        )  # fmt: skip
+            "the byte budget is too small for a chunk and the messages that fill it",
+            plan.spec.key,
+            shape=plan.spec.shape,
+            expected=f"at least {_SHARES * plan.layout.chunk_nbytes} bytes",
+            found=budget_nbytes,
+            remedy="Pass a larger budget_nbytes, or a smaller LayoutPolicy(target_chunk_nbytes=...)",
+        )
     held = np.bincount(owned.rank, nbytes) if len(owned) else np.zeros(1)
     if held.max() <= limit:
         return pieces

@@ -76,6 +76,11 @@ def _problem(table: ShardTable, copies: Ints) -> ReplicaError:
     ranks = tuple(sorted(rows.rank[mains if len(mains) else copies].tolist()))
     ids = sorted(table.replicas[i] for i in rows.replica[copies])
     return ReplicaError(
-        what, shard.key, ranks, shard.array.shape, shard.box.start, None, f"replica ids {ids}",
-        "Give exactly one copy the replica id 0, or pass replicas='elect'",
-    )  # fmt: skip
+        what,
+        shard.key,
+        rank=ranks,
+        shape=shard.array.shape,
+        offset=shard.box.start,
+        found=f"replica ids {ids}",
+        remedy="Give exactly one copy the replica id 0, or pass replicas='elect'",
+    )

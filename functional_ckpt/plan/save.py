@@ -310,7 +310,9 @@ def _holders_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[Proble
             held.append((number, int(holders.min())))
         else:
             ranks = np.unique(rows.rank[mine]).tolist()
-            problems.append(ReplicaError("an empty array has no main replica", spec.key, tuple(ranks), spec.shape))
+            problems.append(
+                ReplicaError("an empty array has no main replica", spec.key, rank=tuple(ranks), shape=spec.shape)
+            )
     return Owners.of_arrays(held), problems
 
 

@@ -34,6 +34,7 @@ _NO_ATTRIBUTES = "{}"
 _PER_RANK = (
     "Wrap what differs by rank in PerRank (through torch.distributed.checkpoint: give each rank a key of its own)"
 )
+_TRUST = "pass SavePolicy(replicated='trust'), which keeps one"
 #: What `encode_value` makes of containers that hold nothing.
 EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
@@ -254,8 +255,12 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
         what = "a chunk was not written" if len(missing) else "a chunk was written twice"
         wrong = int(missing[0]) if len(missing) else int(at[order][np.flatnonzero(np.diff(at[order]) == 0)[0]])
         number = int(np.searchsorted(first, wrong, "right")) - 1
-        raise SpecError(what, arrays[number].spec.key, None, arrays[number].spec.shape, None, None,
-                        f"chunk number {wrong - int(first[number])}")  # fmt: skip
+        raise SpecError(
+            what,
+            arrays[number].spec.key,
+            shape=arrays[number].spec.shape,
+            found=f"chunk number {wrong - int(first[number])}",
+        )
     digests = np.ascontiguousarray(chunks.words[order]).tobytes()
     leaves = {leaf.key: leaf for leaf in state.leaves}
     ends = (first * DIGEST_NBYTES).tolist()
@@ -294,11 +299,16 @@ def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
         for value in state.values:
             first_rank, text = first.setdefault(value.key, (rank, value.text))
             if text != value.text:
-                problems.append(ReplicaError(
-                    "ranks hold different values under one key", value.key, (first_rank, rank), None, None,
-                    _short(text), _short(value.text),
-                    f"{_PER_RANK}, or pass SavePolicy(replicated='trust'), which keeps one",
-                ))  # fmt: skip
+                problems.append(
+                    ReplicaError(
+                        "ranks hold different values under one key",
+                        value.key,
+                        rank=(first_rank, rank),
+                        expected=_short(text),
+                        found=_short(value.text),
+                        remedy=f"{_PER_RANK}, or {_TRUST}",
+                    )
+                )
     return problems
 
 
@@ -325,7 +335,7 @@ def _both_kinds(parts: Sequence[Part]) -> list[ProblemError]:
     arrays = {leaf.key: rank for rank, state in reversed(parts) for leaf in state.arrays}
     values = {value.key: rank for rank, state in reversed(parts) for value in state.values}
     return [
-        DuplicateKeyError("ranks hold an array and a plain value under one key", key, (arrays[key], values[key]))
+        DuplicateKeyError("ranks hold an array and a plain value under one key", key, rank=(arrays[key], values[key]))
         for key in sorted(arrays.keys() & values.keys())
     ]
 
@@ -338,11 +348,16 @@ def _unequal_copies(parts: Sequence[Part]) -> list[ProblemError]:
             first_rank, known = first.setdefault(copy.spec.key, (rank, copy))
             # Another shape or data type is a problem of its own, which planning names.
             if copy.digest != known.digest and copy.spec == known.spec:
-                problems.append(ReplicaError(
-                    "ranks hold different copies of a plain tensor", copy.spec.key, (first_rank, rank), None, None,
-                    known.digest.hex(), copy.digest.hex(),
-                    f"Shard it (DTensor). {_PER_RANK}, or pass SavePolicy(replicated='trust'), which keeps one",
-                ))  # fmt: skip
+                problems.append(
+                    ReplicaError(
+                        "ranks hold different copies of a plain tensor",
+                        copy.spec.key,
+                        rank=(first_rank, rank),
+                        expected=known.digest.hex(),
+                        found=copy.digest.hex(),
+                        remedy=f"Shard it (DTensor). {_PER_RANK}, or {_TRUST}",
+                    )
+                )
     return problems
 
 
@@ -354,7 +369,7 @@ def _unequal(parts: Sequence[Part], name: str, what: str) -> list[ProblemError]:
     if other is None:
         return []
     expected, found = _difference(text, getattr(other[1], name))
-    return [SpecError(what, None, (first, other[0]), None, None, expected, found)]
+    return [SpecError(what, rank=(first, other[0]), expected=expected, found=found)]
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
@@ -377,7 +392,7 @@ def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:
 
 def _two_paths(key: str, one: object, other: object) -> DuplicateKeyError:
     return DuplicateKeyError(
-        "two leaves have one key", key, None, None, None, one, other, "Rename one: a key is the path joined by dots"
+        "two leaves have one key", key, expected=one, found=other, remedy="Rename one: a key is the path joined by dots"
     )
 
 

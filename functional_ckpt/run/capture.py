@@ -148,10 +148,12 @@ class _Capture:
             self._add_text(key, path, text)
         elif self.policy.object_codec is None:
             raise UnsupportedLeafError(
-                "a leaf is neither an array nor a plain value", key, None, None, None,
-                "an array, a number, text, bytes, None, or a tuple of plain values", _type_name(leaf),
-                _remedy(leaf),
-            )  # fmt: skip
+                "a leaf is neither an array nor a plain value",
+                key,
+                expected="an array, a number, text, bytes, None, or a tuple of plain values",
+                found=_type_name(leaf),
+                remedy=_remedy(leaf),
+            )
         else:
             self._add_object(key, path, leaf)
 
@@ -163,8 +165,13 @@ class _Capture:
                 raise SpecError("a dict key of this type has no representation", key, found=_type_name(item.value),
                                 remedy="Use text, ints, finite floats, bools or None")  # fmt: skip
         if key in self._keys:
-            raise DuplicateKeyError("two leaves have one key", key, None, None, None, self._keys[key], path,
-                                    "Rename one: a key is the path joined by dots")  # fmt: skip
+            raise DuplicateKeyError(
+                "two leaves have one key",
+                key,
+                expected=self._keys[key],
+                found=path,
+                remedy="Rename one: a key is the path joined by dots",
+            )
         self._keys[key] = path
         return key
 

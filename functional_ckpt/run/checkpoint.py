@@ -117,7 +117,7 @@ class StoredArray:
             values = np.empty(box.shape, numpy_dtype(self.dtype))
         except (MemoryError, ValueError) as error:
             raise CorruptionError(
-                "an array does not fit into memory", self.key, None, self.shape, found=str(error)
+                "an array does not fit into memory", self.key, shape=self.shape, found=str(error)
             ) from None
         reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
         read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], store, _BUDGET_NBYTES)
@@ -294,6 +294,11 @@ def _axis_bounds(item: Any, axis: int, key: str, shape: tuple[int, ...]) -> tupl
     except IndexError:
         raise IndexError(f"index {item} is out of range for axis {axis} of {key!r} with shape {shape}") from None
     except TypeError:
-        raise ShapeError("only ints, slices and ... index a stored array", key, None, shape, None, None, repr(item),
-                         "Read a slice and index the numpy array") from None  # fmt: skip
+        raise ShapeError(
+            "only ints, slices and ... index a stored array",
+            key,
+            shape=shape,
+            found=repr(item),
+            remedy="Read a slice and index the numpy array",
+        ) from None
     return at, at + 1, 0

@@ -167,9 +167,11 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
         raise error from cause
     except Exception as error:
         raise RankFailedError(
-            "the group of ranks broke while they agreed or exchanged data", None, gather.rank, found=str(error),
+            "the group of ranks broke while they agreed or exchanged data",
+            rank=gather.rank,
+            found=str(error),
             remedy="A peer died or did not answer within the policy's timeout_s",
-        ) from (cause or error)  # fmt: skip
+        ) from (cause or error)
     if cause is not None and (gather.size == 1 or not isinstance(cause, Exception)):
         _raise_own(cause)
     _raise_merged([o.problems for o in outcomes], cause)

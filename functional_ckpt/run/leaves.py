@@ -195,23 +195,35 @@ def _whole(key: str, array: Array, identity: Hashable) -> HeldArray:
 
 def _local_shards(key: str, leaf: LocalShards) -> HeldArray:
     if not leaf.shards or len({shard.array for shard in leaf.shards}) > 1 or len(leaf.shards) != len(leaf.data):
-        raise SpecError("local shards must be of one array, with one buffer each", key, None, None, None,
-                        "a buffer for each of at least one shard", (len(leaf.shards), len(leaf.data)))  # fmt: skip
+        raise SpecError(
+            "local shards must be of one array, with one buffer each",
+            key,
+            expected="a buffer for each of at least one shard",
+            found=(len(leaf.shards), len(leaf.data)),
+        )
     array = attrs.evolve(leaf.shards[0].array, key=key)
     shards = tuple(attrs.evolve(shard, array=array) for shard in leaf.shards)
     for shard, data in zip(shards, leaf.data, strict=True):
         found = dtype_name(data.dtype, key)
         if data.shape != shard.data_shape or found != array.dtype:
-            raise ShapeError("a shard's data does not fit its spec", key, None, array.shape, shard.box.start,
-                             (shard.data_shape, array.dtype), (data.shape, found))  # fmt: skip
+            raise ShapeError(
+                "a shard's data does not fit its spec",
+                key,
+                shape=array.shape,
+                offset=shard.box.start,
+                expected=(shard.data_shape, array.dtype),
+                found=(data.shape, found),
+            )
         if shard.flat is not None and not data.flags.c_contiguous:
-            raise SpecError("the data of a flat shard must be contiguous", key, None, array.shape, shard.box.start)
+            raise SpecError(
+                "the data of a flat shard must be contiguous", key, shape=array.shape, offset=shard.box.start
+            )
     return HeldArray(array, tuple(map(HostBuffer, leaf.data)), False, id(leaf), None, shards)
 
 
 def _check_writable(key: str, array: Array) -> None:
     if not array.flags.writeable:
-        raise SpecError("an array to load into is read-only", key, None, array.shape, remedy="Pass a writable copy")
+        raise SpecError("an array to load into is read-only", key, shape=array.shape, remedy="Pass a writable copy")
 
 
 def _identity(array: Any) -> Hashable:

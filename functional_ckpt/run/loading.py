@@ -247,9 +247,12 @@ class _Seeker:
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
             raise SpecError(
-                "the checkpoint has an array, `like` a plain value", key, None, entry.spec.shape, None, None,
-                type(leaf).__name__, "Put a tensor, an array or an ArraySpec there in `like`",
-            )  # fmt: skip
+                "the checkpoint has an array, `like` a plain value",
+                key,
+                shape=entry.spec.shape,
+                found=type(leaf).__name__,
+                remedy="Put a tensor, an array or an ArraySpec there in `like`",
+            )
         return self._array_leaf(key, entry, leaf, adapter)
 
     def _array_leaf(
@@ -320,16 +323,19 @@ class _Seeker:
             return _Later(lambda: PerRank(_resolved(inner)))
         if callable(rule):
             if len(below) < saved:
-                raise PerRankError("values of some ranks are not stored", key, None, None, None, f"{saved} ranks")
+                raise PerRankError("values of some ranks are not stored", key, expected=f"{saved} ranks")
             values = [
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
             return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
         before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
         raise PerRankError(
-            "values that differ by rank were saved by another number of ranks", key, None, None, None, before, after,
-            "Pass LoadPolicy(per_rank='first') or a function that deals them out",
-        )  # fmt: skip
+            "values that differ by rank were saved by another number of ranks",
+            key,
+            expected=before,
+            found=after,
+            remedy="Pass LoadPolicy(per_rank='first') or a function that deals them out",
+        )
 
     def _rank_value(self, key: str, rank: int, like: Any) -> Any:
         return map_leaves(

@@ -75,7 +75,7 @@ def check_key(key: object) -> None:
     if isinstance(key, str) and key.isascii():
         return
     if not isinstance(key, str):
-        raise SpecError("a key must be text", repr(key), None, None, None, "str", type(key).__name__)
+        raise SpecError("a key must be text", repr(key), expected="str", found=type(key).__name__)
     try:
         key.encode()
     except UnicodeEncodeError as error:
@@ -113,18 +113,24 @@ class ArraySpec:
         check_key(self.key)
         if len(self.shape) > MAX_RANK:
             raise ShapeError(
-                "an array has too many dimensions", self.key, None, self.shape, None,
-                f"at most {MAX_RANK}", len(self.shape),
-                "Merge axes with reshape before saving",
-            )  # fmt: skip
+                "an array has too many dimensions",
+                self.key,
+                shape=self.shape,
+                expected=f"at most {MAX_RANK}",
+                found=len(self.shape),
+                remedy="Merge axes with reshape before saving",
+            )
         if self.shape and not 0 <= min(self.shape) <= max(self.shape) <= MAX_EXTENT:
-            raise ShapeError("an extent is out of bounds", self.key, None, self.shape, None, "0 <= n <= 2**61")
+            raise ShapeError("an extent is out of bounds", self.key, shape=self.shape, expected="0 <= n <= 2**61")
         if self.dtype not in DTYPES:
             raise DTypeError(
-                "the format has no such data type", self.key, None, self.shape, None,
-                "one of " + ", ".join(DTYPES), self.dtype,
-                "View the tensor as a data type of the same width, or save it as an object",
-            )  # fmt: skip
+                "the format has no such data type",
+                self.key,
+                shape=self.shape,
+                expected="one of " + ", ".join(DTYPES),
+                found=self.dtype,
+                remedy="View the tensor as a data type of the same width, or save it as an object",
+            )
 
     @property
     def itemsize(self) -> int:

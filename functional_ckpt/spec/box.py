@@ -41,9 +41,9 @@ class Box:
     def __attrs_post_init__(self) -> None:
         if len(self.start) != len(self.stop) or len(self.start) > MAX_RANK:
             what = f"a box needs two ends of one length, at most {MAX_RANK}"
-            raise ShapeError(what, None, None, None, self.start, None, self.stop)
+            raise ShapeError(what, offset=self.start, found=self.stop)
         if not all(map(le, self.start, self.stop)) or min(self.start, default=0) < 0:
-            raise ShapeError("a box must have 0 <= start <= stop", None, None, None, self.start, None, self.stop)
+            raise ShapeError("a box must have 0 <= start <= stop", offset=self.start, found=self.stop)
 
     @classmethod
     def from_shape(cls, shape: Sequence[int], offset: Sequence[int] | None = None) -> "Box":
@@ -59,10 +59,8 @@ class Box:
         if len(offset) != len(shape):
             raise ShapeError(
                 "offset and shape differ in length",
-                None,
-                None,
-                tuple(shape),
-                tuple(offset),
+                shape=tuple(shape),
+                offset=tuple(offset),
             )
         return cls(tuple(offset), tuple(map(add, offset, shape)))
 
@@ -163,10 +161,6 @@ class Box:
         if self.ndim != other.ndim:
             raise ShapeError(
                 "boxes of different rank cannot be combined",
-                None,
-                None,
-                None,
-                None,
-                self.ndim,
-                other.ndim,
+                expected=self.ndim,
+                found=other.ndim,
             )

@@ -34,12 +34,9 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     if not 0 <= start <= stop <= prod(shape):
         raise ShapeError(
             "a flat range must lie within its array",
-            None,
-            None,
-            shape,
-            None,
-            f"0 <= start <= stop <= {prod(shape)}",
-            f"[{start}, {stop})",
+            shape=shape,
+            expected=f"0 <= start <= stop <= {prod(shape)}",
+            found=f"[{start}, {stop})",
         )
     return tuple(_boxes(shape, start, stop)) if start < stop else ()
 

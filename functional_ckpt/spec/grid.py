@@ -26,9 +26,13 @@ def grid_index(shard: ShardSpec) -> tuple[int, ...]:
     pairs = tuple(zip(shard.box.start, shard.box.shape, strict=True))
     if any(extent and start % extent for start, extent in pairs):
         raise ShapeError(
-            "a shard does not lie on a regular grid", shard.key, None, shard.array.shape, shard.box.start,
-            f"multiples of its shape {shard.box.shape}", shard.box.start,
-        )  # fmt: skip
+            "a shard does not lie on a regular grid",
+            shard.key,
+            shape=shard.array.shape,
+            offset=shard.box.start,
+            expected=f"multiples of its shape {shard.box.shape}",
+            found=shard.box.start,
+        )
     return tuple(start // extent if extent else 0 for start, extent in pairs)
 
 
@@ -51,13 +55,19 @@ def fragment_shape(array: ArraySpec, counts: Sequence[int], exact: bool = True) 
     """
     if len(counts) != len(array.shape) or any(count < 1 for count in counts):
         raise ShapeError(
-            "a grid needs one positive number of fragments per axis", array.key, None, array.shape, None,
-            f"{len(array.shape)} numbers", tuple(counts),
-        )  # fmt: skip
+            "a grid needs one positive number of fragments per axis",
+            array.key,
+            shape=array.shape,
+            expected=f"{len(array.shape)} numbers",
+            found=tuple(counts),
+        )
     pairs = tuple(zip(array.shape, counts, strict=True))
     if exact and any(extent % count for extent, count in pairs):
         raise ShapeError(
-            "a grid does not divide its array", array.key, None, array.shape, None,
-            "numbers of fragments that divide the shape", tuple(counts),
-        )  # fmt: skip
+            "a grid does not divide its array",
+            array.key,
+            shape=array.shape,
+            expected="numbers of fragments that divide the shape",
+            found=tuple(counts),
+        )
     return tuple(extent // count for extent, count in pairs)

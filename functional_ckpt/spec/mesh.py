@@ -51,8 +51,12 @@ class Mesh:
 
     def __attrs_post_init__(self) -> None:
         if prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
-            raise ShapeError("a mesh needs one rank per place", None, None, self.shape, None, prod(self.shape),
-                             len(set(self.ranks)))  # fmt: skip
+            raise ShapeError(
+                "a mesh needs one rank per place",
+                shape=self.shape,
+                expected=prod(self.shape),
+                found=len(set(self.ranks)),
+            )
 
     @classmethod
     def line(cls, size: int) -> "Mesh":
@@ -92,8 +96,12 @@ class Sharding:
 
     def __attrs_post_init__(self) -> None:
         if len(self.mesh.shape) != len(self.placements):
-            raise ShapeError("a sharding needs one placement per mesh axis", None, None, self.mesh.shape, None,
-                             len(self.mesh.shape), len(self.placements))  # fmt: skip
+            raise ShapeError(
+                "a sharding needs one placement per mesh axis",
+                shape=self.mesh.shape,
+                expected=len(self.mesh.shape),
+                found=len(self.placements),
+            )
 
     @property
     def replicated(self) -> tuple[int, ...]:

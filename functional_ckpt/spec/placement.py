@@ -81,9 +81,13 @@ def from_placements(
         return ()
     if not len(mesh_shape) == len(coordinate) == len(placements):
         raise ShapeError(
-            "mesh, coordinate and placements differ in length", array.key, None, tuple(mesh_shape),
-            tuple(coordinate), len(mesh_shape), len(placements),
-        )  # fmt: skip
+            "mesh, coordinate and placements differ in length",
+            array.key,
+            shape=tuple(mesh_shape),
+            offset=tuple(coordinate),
+            expected=len(mesh_shape),
+            found=len(placements),
+        )
     cuts: list[list[tuple[int, int]]] = [[] for _ in array.shape]
     places: list[list[int]] = [[] for _ in array.shape]
     replica: list[int] = []
@@ -118,7 +122,11 @@ def _axis(array: ArraySpec, dim: int) -> int:
     ndim = len(array.shape)
     if not -ndim <= dim < ndim:
         raise ShapeError(
-            "a placement names an axis that the array lacks", array.key, None, array.shape, None, f"[0, {ndim})", dim
+            "a placement names an axis that the array lacks",
+            array.key,
+            shape=array.shape,
+            expected=f"[0, {ndim})",
+            found=dim,
         )
     return dim % ndim
 

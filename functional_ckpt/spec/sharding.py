@@ -61,14 +61,22 @@ class ShardSpec:
         inside = len(self.box.stop) == len(self.array.shape) and all(map(le, self.box.stop, self.array.shape))
         if not inside:
             raise ShapeError(
-                "a shard leaves its array", self.key, None, self.array.shape, self.box.start,
-                f"a box within {self.array.shape}", f"{self.box.start} to {self.box.stop}",
-            )  # fmt: skip
+                "a shard leaves its array",
+                self.key,
+                shape=self.array.shape,
+                offset=self.box.start,
+                expected=f"a box within {self.array.shape}",
+                found=f"{self.box.start} to {self.box.stop}",
+            )
         if self.flat is not None and not 0 <= self.flat[0] <= self.flat[1] <= self.box.size:
             raise ShapeError(
-                "a flattened range leaves its shard", self.key, None, self.box.shape, self.box.start,
-                f"0 <= start <= stop <= {self.box.size}", self.flat,
-            )  # fmt: skip
+                "a flattened range leaves its shard",
+                self.key,
+                shape=self.box.shape,
+                offset=self.box.start,
+                expected=f"0 <= start <= stop <= {self.box.size}",
+                found=self.flat,
+            )
 
     @property
     def key(self) -> str:
@@ -181,10 +189,12 @@ def from_rank_offsets(
     for axis, index, count in rank_offsets:
         if not 0 <= axis < len(local) or axis in seen or not 0 <= index < count:
             raise ShapeError(
-                "a rank offset is invalid", key, None, local, None,
-                f"(axis, index, fragments), each axis in [0, {len(local)}) once, 0 <= index < fragments",
-                (axis, index, count),
-            )  # fmt: skip
+                "a rank offset is invalid",
+                key,
+                shape=local,
+                expected=f"(axis, index, fragments), each axis in [0, {len(local)}) once, 0 <= index < fragments",
+                found=(axis, index, count),
+            )
         seen.append(axis)
         counts[axis], offsets[axis] = count, index * local[axis]
     shape = tuple(n * c for n, c in zip(local, counts, strict=True))
@@ -212,15 +222,22 @@ def narrow(shard: ShardSpec, axis: int, start: int, length: int) -> tuple[ShardS
     local = shard.box.shape
     if not 0 <= axis < len(local) or start < 0 or length < 0 or start + length > local[axis]:
         raise ShapeError(
-            "a narrowed range leaves the shard", shard.key, None, local, shard.box.start,
-            "0 <= start, start + length <= local extent of an existing axis", (axis, start, length),
-        )  # fmt: skip
+            "a narrowed range leaves the shard",
+            shard.key,
+            shape=local,
+            offset=shard.box.start,
+            expected="0 <= start, start + length <= local extent of an existing axis",
+            found=(axis, start, length),
+        )
     extent = local[axis]
     if extent and (shard.array.shape[axis] % extent or shard.box.start[axis] % extent):
         raise ShapeError(
-            "narrowing needs a regular grid along the axis", shard.key, None, shard.array.shape,
-            shard.box.start, f"multiples of {extent} along axis {axis}",
-        )  # fmt: skip
+            "narrowing needs a regular grid along the axis",
+            shard.key,
+            shape=shard.array.shape,
+            offset=shard.box.start,
+            expected=f"multiples of {extent} along axis {axis}",
+        )
     array = attrs.evolve(shard.array, shape=_scaled(shard.array.shape, axis, length, extent))
     offset = _scaled(shard.box.start, axis, length, extent)
     box = Box.from_shape((*local[:axis], length, *local[axis + 1 :]), offset)

@@ -254,5 +254,10 @@ def _check_cells(arrays: Sequence[ArraySpec]) -> None:
     cells = [spec.nbytes // spec.itemsize for spec in arrays]
     if sum(cells) >= _MAX_CELLS:
         largest = arrays[max(range(len(arrays)), key=cells.__getitem__)]
-        raise ShapeError("the arrays have too many elements", largest.key, None, largest.shape, None,
-                         f"less than {_MAX_CELLS} in all", sum(cells))  # fmt: skip
+        raise ShapeError(
+            "the arrays have too many elements",
+            largest.key,
+            shape=largest.shape,
+            expected=f"less than {_MAX_CELLS} in all",
+            found=sum(cells),
+        )

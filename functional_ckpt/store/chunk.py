@@ -121,10 +121,15 @@ def _bad_size(spec: ArraySpec, layout: Layout, index: tuple[int, ...], found: in
     raw, offset = is_raw(layout), ChunkGrid(spec.shape, layout.chunk).box(index).start
     most = layout.chunk_nbytes if raw else encoded_limit(layout)
     return CorruptionError(
-        what, spec.key, None, spec.shape, offset, f"{'' if raw else 'at most '}{most} bytes",
-        "nothing" if found is None else f"{found} bytes", "Restore the file, or load another checkpoint",
+        what,
+        spec.key,
+        shape=spec.shape,
+        offset=offset,
+        expected=f"{'' if raw else 'at most '}{most} bytes",
+        found="nothing" if found is None else f"{found} bytes",
+        remedy="Restore the file, or load another checkpoint",
         chunk=chunk_name(index),
-    )  # fmt: skip
+    )
 
 
 def write_header(array: ArrayPlan, store: Store) -> None:
@@ -177,10 +182,15 @@ def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
     if found is not None and found != expected:
         index = entry.grid.index(position)
         raise CorruptionError(
-            "stored bytes differ from what was saved", entry.spec.key, None,
-            entry.spec.shape, entry.grid.box(index).start, expected.hex(), found.hex(),
-            "Restore the file, or load another checkpoint", chunk=chunk_name(index),
-        )  # fmt: skip
+            "stored bytes differ from what was saved",
+            entry.spec.key,
+            shape=entry.spec.shape,
+            offset=entry.grid.box(index).start,
+            expected=expected.hex(),
+            found=found.hex(),
+            remedy="Restore the file, or load another checkpoint",
+            chunk=chunk_name(index),
+        )
 
 
 def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> None:
@@ -190,6 +200,9 @@ def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> No
         np.empty(2 * nbytes, np.uint8)  # decoded, and as the result; never touched
     except (MemoryError, ValueError, OverflowError):
         raise CorruptionError(
-            "a stored chunk does not fit into memory", spec.key, None, spec.shape, found=f"{nbytes} bytes",
+            "a stored chunk does not fit into memory",
+            spec.key,
+            shape=spec.shape,
+            found=f"{nbytes} bytes",
             chunk=chunk_name(index),
-        ) from None  # fmt: skip
+        ) from None

@@ -162,9 +162,12 @@ def seen_from(site: Site, url: str | Path, rank: int) -> Site:
         claim = mine.claim_path()
         if claim is None or not (claimed_by(claim, site.save_id) and is_directory(Path(mine.work_url))):
             raise PathNotSharedError(
-                "this rank does not see the directory that rank 0 has created", None, rank, path=str(final),
-                expected=site.work_url, remedy="Save to one path on a file system that all ranks share",
-            )  # fmt: skip
+                "this rank does not see the directory that rank 0 has created",
+                rank=rank,
+                path=str(final),
+                expected=site.work_url,
+                remedy="Save to one path on a file system that all ranks share",
+            )
     return mine
 
 

@@ -90,9 +90,12 @@ def dtype_name(dtype: np.dtype[Any], key: str | None = None) -> str:
     name = _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("="))
     if name is None:
         raise DTypeError(
-            "the format has no such data type", key, None, None, None, "one of " + ", ".join(DTYPES), str(dtype),
-            "Convert the array, or save it as an object",
-        )  # fmt: skip
+            "the format has no such data type",
+            key,
+            expected="one of " + ", ".join(DTYPES),
+            found=str(dtype),
+            remedy="Convert the array, or save it as an object",
+        )
     return name
 
 

@@ -235,7 +235,7 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
         if data == expected:
             return None
         what = "an array's zarr.json is missing" if data is None else "an array's zarr.json was changed"
-        return CorruptionError(what, entry.spec.key, None, entry.spec.shape)
+        return CorruptionError(what, entry.spec.key, shape=entry.spec.shape)
 
     def chunk(index: tuple[int, ...]) -> Callable[[], ProblemError | None]:
         def check() -> ProblemError | None:

@@ -97,4 +97,4 @@ def _is_alike(one: ShardSpec, other: ShardSpec, stored: Mapping[str, ArrayEntry]
 
 
 def _problem(what: str, shard: ShardSpec, remedy: str) -> SpecError:
-    return SpecError(what, shard.key, None, shard.array.shape, shard.box.start, remedy=remedy)
+    return SpecError(what, shard.key, shape=shard.array.shape, offset=shard.box.start, remedy=remedy)

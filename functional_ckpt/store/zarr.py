@@ -235,7 +235,12 @@ def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int,
             values: Array = _opened(memory, context, spec, layout)[box.slices].read().result()
     except StorageError as error:
         raise CorruptionError(
-            "a stored chunk cannot be decoded", spec.key, None, spec.shape, box.start, None, error.found,
-            "Restore the file, or load another checkpoint", chunk=chunk_name(index),
-        ) from error  # fmt: skip
+            "a stored chunk cannot be decoded",
+            spec.key,
+            shape=spec.shape,
+            offset=box.start,
+            found=error.found,
+            remedy="Restore the file, or load another checkpoint",
+            chunk=chunk_name(index),
+        ) from error
     return np.asarray(values, order="C").view(numpy_dtype(spec.dtype))

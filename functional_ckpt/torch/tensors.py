@@ -116,7 +116,7 @@ class TorchLeaves:
             return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
         _check_type(key, leaf)
         if leaf.is_meta:
-            raise UnsupportedLeafError("a meta tensor has no data to save", key, rank, tuple(leaf.shape))
+            raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(leaf.shape))
         return self._held(key, leaf, _local(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
@@ -164,7 +164,7 @@ def _resolved(leaf: torch.Tensor) -> torch.Tensor:
 
 def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
     if local.is_conj() or local.is_neg():
-        raise SpecError("a conjugated or negated view cannot be filled", key, rank, tuple(local.shape))
+        raise SpecError("a conjugated or negated view cannot be filled", key, rank=rank, shape=tuple(local.shape))
 
 
 def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) -> HeldArray:
@@ -178,8 +178,14 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
         expected = array, shard.data_shape, array.dtype
         found = shard.array, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
         if tensor.is_meta or expected != found:
-            raise ShapeError("a local shard does not fit its array", key, None, array.shape, shard.box.start,
-                             expected, "no memory" if tensor.is_meta else found)  # fmt: skip
+            raise ShapeError(
+                "a local shard does not fit its array",
+                key,
+                shape=array.shape,
+                offset=shard.box.start,
+                expected=expected,
+                found="no memory" if tensor.is_meta else found,
+            )
     return HeldArray(array, tuple(_buffer(tensor) for tensor in tensors), False, id(leaf), None, shards)
 
 
@@ -201,8 +207,14 @@ def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor, rank: int) -> t
             buffers.append(_buffer(local))
             continue
         if not Box.from_shape(shape).contains(region):
-            raise SpecError("a DTensor's local tensor does not fit its placements", spec.key, None, spec.shape,
-                            box.start, region.shape, shape)  # fmt: skip
+            raise SpecError(
+                "a DTensor's local tensor does not fit its placements",
+                spec.key,
+                shape=spec.shape,
+                offset=box.start,
+                expected=region.shape,
+                found=shape,
+            )
         buffers.append(_buffer(local[region.slices] if region.size else local))
     return sharding, tuple(buffers)
 
@@ -280,20 +292,26 @@ def _check_type(key: str, leaf: torch.Tensor) -> None:
     if not plain or leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
         shape = None if leaf.is_nested else tuple(leaf.shape)
         raise UnsupportedLeafError(
-            "a tensor of this kind has no representation", key, None, shape, None,
-            "a dense torch.Tensor, Parameter, Buffer or DTensor", f"{type(leaf).__qualname__}, {leaf.layout}",
-            "Convert it to dense tensors (indices, values, scales) before saving",
-        )  # fmt: skip
+            "a tensor of this kind has no representation",
+            key,
+            shape=shape,
+            expected="a dense torch.Tensor, Parameter, Buffer or DTensor",
+            found=f"{type(leaf).__qualname__}, {leaf.layout}",
+            remedy="Convert it to dense tensors (indices, values, scales) before saving",
+        )
 
 
 def _dtype_name(key: str, leaf: torch.Tensor) -> str:
     name = DTYPE_NAMES.get(leaf.dtype)
     if name is None:
         raise DTypeError(
-            "the format has no such data type", key, None, tuple(leaf.shape), None,
-            "one of " + ", ".join(TORCH_DTYPES), str(leaf.dtype),
-            "View it as a data type of the same width, such as torch.view_as_real for complex32",
-        )  # fmt: skip
+            "the format has no such data type",
+            key,
+            shape=tuple(leaf.shape),
+            expected="one of " + ", ".join(TORCH_DTYPES),
+            found=str(leaf.dtype),
+            remedy="View it as a data type of the same width, such as torch.view_as_real for complex32",
+        )
     return name
 
 

@@ -78,8 +78,15 @@ class _Items:
         held = self.resolver.held(item)
         shape, box = written_box(item)
         if held.spec.shape != box.shape:
-            raise ShapeError("the planner gives a tensor of another shape than it planned", key, self.rank, shape,
-                             box.start, box.shape, held.spec.shape)  # fmt: skip
+            raise ShapeError(
+                "the planner gives a tensor of another shape than it planned",
+                key,
+                rank=self.rank,
+                shape=shape,
+                offset=box.start,
+                expected=box.shape,
+                found=held.spec.shape,
+            )
         # What the tensor is counts, not what the plan says: a cached plan does not notice another data type.
         spec = attrs.evolve(held.spec, shape=shape)
         buffer = PlannedBuffer(self.resolver, item, held.spec) if self.resolver.makes_tensors else held.buffers[0]
@@ -102,10 +109,17 @@ class _Items:
     def _add(self, leaf: ArrayLeaf, region: _Item) -> None:
         first = self._leaves.setdefault(leaf.key, leaf)
         if (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
-            raise SpecError("the items of one tensor disagree", leaf.key, self.rank, leaf.spec.shape, region.box.start,
-                            (first.spec.shape, first.spec.dtype), (leaf.spec.shape, leaf.spec.dtype))  # fmt: skip
+            raise SpecError(
+                "the items of one tensor disagree",
+                leaf.key,
+                rank=self.rank,
+                shape=leaf.spec.shape,
+                offset=region.box.start,
+                expected=(first.spec.shape, first.spec.dtype),
+                found=(leaf.spec.shape, leaf.spec.dtype),
+            )
         if leaf.is_copy and leaf.key in self._regions:
-            raise SpecError("the plan writes a whole tensor twice", leaf.key, self.rank, leaf.spec.shape)
+            raise SpecError("the plan writes a whole tensor twice", leaf.key, rank=self.rank, shape=leaf.spec.shape)
         if leaf.is_copy and self.digested and self.policy.replicated == "check":
             digest = content_digest(region.buffer, leaf.spec, self.policy.budget_nbytes)
             self._copies.append(CopyDigest(leaf.spec, digest))
@@ -128,9 +142,11 @@ class _Items:
         self.untrusted[key] = trust_needed(key, np.frombuffer(data, np.uint8))
         if self.policy.object_codec is None:
             raise UnsupportedLeafError(
-                "a value is neither a tensor nor plain", key, self.rank,
+                "a value is neither a tensor nor plain",
+                key,
+                rank=self.rank,
                 remedy="Pass SavePolicy(object_codec='torch'), which is the default of ZarrStorageWriter",
-            )  # fmt: skip
+            )
         self._add_bytes(key, data, self.policy.object_codec)
 
     def _add_bytes(self, key: str, data: bytes, codec: str) -> None:

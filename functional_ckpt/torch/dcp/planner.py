@@ -214,8 +214,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         names = DTYPE_NAMES.get(one), DTYPE_NAMES.get(other)
         if one == other or (names[0] and names[1] and can_cast(names[0], names[1], self.policy.cast)):
             return None
-        return CastError("loading would change the data type", key, None, tuple(value.shape), None, other, one,
-                         "Pass LoadPolicy(cast='same_kind') or 'any', to planner and reader")  # fmt: skip
+        return CastError(
+            "loading would change the data type",
+            key,
+            shape=tuple(value.shape),
+            expected=other,
+            found=one,
+            remedy="Pass LoadPolicy(cast='same_kind') or 'any', to planner and reader",
+        )
 
 
 def _is_copy(item: WriteItem) -> bool:
@@ -266,8 +272,15 @@ def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemE
         expected = local_numel(value)
         if expected is not None and cells.get(key, 0) != expected:
             shape = tuple(value.shape)
-            problems.append(GapError("the checkpoint does not fill a tensor", key, None, shape, None,
-                                     f"{expected} elements", f"{cells.get(key, 0)} elements"))  # fmt: skip
+            problems.append(
+                GapError(
+                    "the checkpoint does not fill a tensor",
+                    key,
+                    shape=shape,
+                    expected=f"{expected} elements",
+                    found=f"{cells.get(key, 0)} elements",
+                )
+            )
     return problems
 
 

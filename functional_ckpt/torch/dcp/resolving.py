@@ -76,7 +76,7 @@ class Resolver:
     def _asked(self, item: WriteItem) -> HeldArray:
         key, data = item.index.fqn, self.data(item)
         if not isinstance(data, torch.Tensor):
-            raise UnsupportedLeafError("the planner gives no tensor", key, self.rank, found=type(data).__name__)
+            raise UnsupportedLeafError("the planner gives no tensor", key, rank=self.rank, found=type(data).__name__)
         return TORCH_LEAVES.hold(key, data.detach(), self.rank)
 
 
@@ -111,8 +111,12 @@ class PlannedBuffer:
     def _now(self) -> Buffer:
         found, expected = self.resolver.held(self.item), self.expected
         if found.spec != expected:
-            raise ShapeError("the planner gives another tensor than before", expected.key, None, None, None,
-                             (expected.shape, expected.dtype), (found.spec.shape, found.spec.dtype))  # fmt: skip
+            raise ShapeError(
+                "the planner gives another tensor than before",
+                expected.key,
+                expected=(expected.shape, expected.dtype),
+                found=(found.spec.shape, found.spec.dtype),
+            )
         return found.buffers[0]
 
 

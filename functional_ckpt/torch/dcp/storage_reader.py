@@ -168,12 +168,16 @@ class _Opened:
         planned = {item.dest_index.fqn for item in items}
         stored = {*self.manifest.by_key, *(value.key for value in self.manifest.values)}
         return [
-            GapError("the plan reads nothing for a key", key, None, None, None,
-                     "1 value" if count is None else f"{count} elements", 0,
-                     "Leave it out of the state dict, or pass a planner with allow_partial_load=True")
+            GapError(
+                "the plan reads nothing for a key",
+                key,
+                expected="1 value" if count is None else f"{count} elements",
+                found=0,
+                remedy="Leave it out of the state dict, or pass a planner with allow_partial_load=True",
+            )
             for key, value in wanted.items()
             if key in stored and key not in planned and (count := local_numel(value)) != 0
-        ]  # fmt: skip
+        ]
 
     def fill(self, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
         """Read the region of each item into its target."""
@@ -183,8 +187,13 @@ class _Opened:
         for item, target in zip(items, targets, strict=True):
             key, box = item.storage_index.fqn, read_box(item)
             if tuple(target.shape) != box.shape:
-                raise ShapeError("the planner gives a tensor of another shape than it planned", key, None, None,
-                                 box.start, box.shape, tuple(target.shape))  # fmt: skip
+                raise ShapeError(
+                    "the planner gives a tensor of another shape than it planned",
+                    key,
+                    offset=box.start,
+                    expected=box.shape,
+                    found=tuple(target.shape),
+                )
             held = TORCH_LEAVES.target(key, target, 0, "cpu").held
             stored = entries[key].spec.shape if key in entries else box.stop
             shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
@@ -250,5 +259,7 @@ def _uncovered(items: list[ReadItem], planner: Any) -> list[ProblemError]:
         wanted = lookup(index).numel()
         if count != wanted:
             offset = tuple(index.offset or ())
-            problems.append(GapError("the plan does not fill a tensor", index.fqn, None, None, offset, wanted, count))
+            problems.append(
+                GapError("the plan does not fill a tensor", index.fqn, offset=offset, expected=wanted, found=count)
+            )
     return problems

@@ -274,7 +274,7 @@ def _unwritten(metadata: Metadata, results: list[list[WriteResult]], manifest: M
     reported = {(result.index.fqn, result.index.offset) for each in results for result in each}
     stored = {*manifest.by_key, *(value.key for value in manifest.values)}
     return [
-        GapError("a planned item was not written", key, None, None, None if offset is None else tuple(offset))
+        GapError("a planned item was not written", key, offset=None if offset is None else tuple(offset))
         for key, offset in planned(metadata)
         if key not in stored or (key, offset) not in reported
     ]

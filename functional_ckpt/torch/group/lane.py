@@ -99,9 +99,11 @@ class Lane:
                 self._is_broken = True
                 note = (late or self._notes)[0]
                 raise RankFailedError(
-                    "the other ranks have given up what this one begins", None, note.rank, found=note.text,
+                    "the other ranks have given up what this one begins",
+                    rank=note.rank,
+                    found=note.text,
                     remedy="This rank came late; call it again on all ranks",
-                )  # fmt: skip
+                )
             self.renew()
         self._number += 1
         return self._generation, self._number
@@ -126,7 +128,7 @@ class Lane:
             If they have broken.
         """
         if generation != self._generation or self._is_broken:
-            raise RankFailedError("the connections of the ranks broke in an earlier step", None, self.rank)
+            raise RankFailedError("the connections of the ranks broke in an earlier step", rank=self.rank)
         if self._wires is None:
             name = f"{self.name}/{generation}"
             self._wires = Wires(self._board, self.rank, self.size, name, self._host, timeout_s)
@@ -196,10 +198,10 @@ class Lane:
         if any(note.is_mixed for note in notes):
             called = {note.rank: f"rank {note.rank}: {note.what}" for note in notes}
             return RankFailedError(
-                "the ranks call different things at the same time", None, None,
+                "the ranks call different things at the same time",
                 found="; ".join(called[rank] for rank in sorted(called)),
                 remedy="Call the same on all ranks, in the same order",
-            )  # fmt: skip
+            )
         heard = {note.rank for note in notes}
         lost = {note.lost for note in notes if note.lost is not None} - heard
         absent = sorted(lost or set(range(self.size)) - heard)
@@ -210,9 +212,11 @@ class Lane:
 def _broken(mine: _Note, absent: tuple[int, ...], waits: Sequence[str]) -> RankFailedError:
     found = "; ".join([f"in {mine.what}: {mine.text}", *waits])
     return RankFailedError(
-        "the group of ranks broke while they agreed or exchanged data", None, absent or None, found=found,
+        "the group of ranks broke while they agreed or exchanged data",
+        rank=absent or None,
+        found=found,
         remedy="The rank died, hangs, calls something else, or takes longer than the policy's timeout_s",
-    )  # fmt: skip
+    )
 
 
 class Call:

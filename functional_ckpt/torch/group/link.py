@@ -171,7 +171,7 @@ class TorchGather:
         found = [pickle.loads(text) for text in texts]  # noqa: S301 - from our own ranks, never from storage
         for rank, (picklable, answer) in enumerate(found):
             if not picklable:
-                raise RankFailedError("a value that others need cannot be pickled", None, rank, found=answer)
+                raise RankFailedError("a value that others need cannot be pickled", rank=rank, found=answer)
         return [answer for _, answer in found]
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
@@ -184,7 +184,7 @@ class TorchGather:
         """
         found = self._call.transfer(target, [outgoing.data] if len(outgoing) else [], source if nbytes else None)
         if len(found) != nbytes:
-            raise RankFailedError("a rank sent another number of bytes", None, source, None, None, nbytes, len(found))
+            raise RankFailedError("a rank sent another number of bytes", rank=source, expected=nbytes, found=len(found))
         return found
 
 

@@ -96,5 +96,7 @@ def wait_for_rank_0(process_group: Any, timeout_s: float, what: str, shards: int
             raise
         raise RankFailedError(
             "rank 0 did not come: Megatron lets it check the shards of all ranks alone, and it probably raised there",
-            None, 0, found=str(error), remedy="Read the error of rank 0",
-        ) from error  # fmt: skip
+            rank=0,
+            found=str(error),
+            remedy="Read the error of rank 0",
+        ) from error

@@ -207,10 +207,13 @@ def _contiguous_part(shard: ShardedTensor, start: int, stop: int) -> FlatPart | 
     number = int(numbers[first])
     if not torch.equal(numbers[first:last], torch.arange(number, number + last - first, dtype=numbers.dtype)):
         raise SpecError(
-            "a factory scatters the elements of a range of its parameter", shard.key, None, tuple(shard.global_shape),
-            tuple(shard.global_offset), f"elements {start} to {stop} side by side",
+            "a factory scatters the elements of a range of its parameter",
+            shard.key,
+            shape=tuple(shard.global_shape),
+            offset=tuple(shard.global_offset),
+            expected=f"elements {start} to {stop} side by side",
             remedy="Save this optimizer in one of Megatron's own formats",
-        )  # fmt: skip
+        )
     place = replace(shard, data=None, flattened_range=slice(first, last))
     return FlatPart(place, slice(number - start, number - start + last - first))
 

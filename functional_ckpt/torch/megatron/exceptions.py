@@ -68,7 +68,7 @@ def asserted(problem: ProblemError) -> ProblemError:
     ShapeAssertionError(what='too long', key='w', rank=None, ...)
     """
     kind = _ASSERTED.get(type(problem))
-    return problem if kind is None else kind(*attrs.astuple(problem, recurse=False))
+    return problem if kind is None else kind(**attrs.asdict(problem, recurse=False))
 
 
 @contextmanager

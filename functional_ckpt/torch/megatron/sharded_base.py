@@ -137,7 +137,7 @@ class about:  # noqa: N801 - reads as a function; one made of a generator costs 
             error.rank = _own_rank() if error.rank is None else error.rank
         elif isinstance(error, TypeError | ValueError):
             raise SpecError(
-                "a field has a value of the wrong type", str(self.key), _own_rank(), found=str(error)
+                "a field has a value of the wrong type", str(self.key), rank=_own_rank(), found=str(error)
             ) from error
 
 

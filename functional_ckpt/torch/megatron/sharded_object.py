@@ -66,9 +66,11 @@ class ShardedObject(ShardedBase):
         with about(self.key):
             if len(self.global_shape) != len(self.global_offset):
                 raise ShapeError(
-                    "shape and offset of an object differ in length", self.key, None,
-                    tuple(self.global_shape), tuple(self.global_offset),
-                )  # fmt: skip
+                    "shape and offset of an object differ in length",
+                    self.key,
+                    shape=tuple(self.global_shape),
+                    offset=tuple(self.global_offset),
+                )
 
     def without_data(self) -> "ShardedObject":
         """Return a copy whose `data` is None.

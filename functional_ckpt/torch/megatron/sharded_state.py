@@ -212,8 +212,11 @@ def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | Sealed]:
         if not spec.is_main:
             continue
         if tensor.data is None:
-            problems.append(SpecError("a shard has no data to save", spec.key, None, spec.array.shape,
-                                      remedy="Call its init_data first"))  # fmt: skip
+            problems.append(
+                SpecError(
+                    "a shard has no data to save", spec.key, shape=spec.array.shape, remedy="Call its init_data first"
+                )
+            )
         else:
             shards.setdefault(spec.key, []).append((spec, _view(tensor, tensor.data)))
     problems += [

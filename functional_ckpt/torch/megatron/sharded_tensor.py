@@ -91,9 +91,12 @@ class ShardedTensor(ShardedBase):
         name = DTYPE_NAMES.get(self.dtype)
         if name is None:
             raise DTypeError(
-                "the format has no such data type", self.key, None, tuple(self.global_shape),
-                expected="one of " + ", ".join(DTYPE_NAMES.values()), found=str(self.dtype),
-            )  # fmt: skip
+                "the format has no such data type",
+                self.key,
+                shape=tuple(self.global_shape),
+                expected="one of " + ", ".join(DTYPE_NAMES.values()),
+                found=str(self.dtype),
+            )
         return self._shard(name)
 
     def validate_metadata_integrity(self) -> None:
@@ -161,7 +164,7 @@ class ShardedTensor(ShardedBase):
         """
         with about(self.key):
             if self.axis_fragmentations is None:
-                raise ShapeError("an irregular grid has no fragments of one shape", self.key, None, self.global_shape)
+                raise ShapeError("an irregular grid has no fragments of one shape", self.key, shape=self.global_shape)
             array = self._shard(_ANY_DTYPE).array
             return fragment_shape(array, self.axis_fragmentations, exact=not self.allow_shape_mismatch)
 
@@ -289,7 +292,7 @@ class ShardedTensor(ShardedBase):
         with about(self.key), asserting():
             axis = self._axis(dim)
             if not 0 <= start <= start + length <= self.local_shape[axis]:
-                raise NarrowError("a narrowed range leaves the shard", self.key, None, tuple(self.local_shape),
+                raise NarrowError("a narrowed range leaves the shard", self.key, shape=tuple(self.local_shape),
                                   expected=f"within 0 to {self.local_shape[axis]}", found=(start, length))  # fmt: skip
             shard, global_axis = self._shard(_ANY_DTYPE), axis + self.prepend_axis_num
             if shard.flat is not None:
@@ -303,7 +306,7 @@ class ShardedTensor(ShardedBase):
     def _axis(self, dim: int) -> int:
         ndim = len(self.local_shape)
         if not -ndim <= dim < ndim:
-            raise AxisError("a narrowed axis does not exist", self.key, None, tuple(self.local_shape),
+            raise AxisError("a narrowed axis does not exist", self.key, shape=tuple(self.local_shape),
                             expected=f"[{-ndim}, {ndim})", found=dim)  # fmt: skip
         return dim % ndim
 
@@ -322,10 +325,13 @@ class ShardedTensor(ShardedBase):
             array = ArraySpec(self.key, self.global_shape, dtype)
             if not len(array.shape) == self.prepend_axis_num + len(self.local_shape) == len(self.global_offset):
                 raise ShapeError(
-                    "local shape, global shape and offset differ in length", self.key, None, array.shape,
-                    tuple(self.global_offset), f"{len(array.shape)} axes, {self.prepend_axis_num} of them prepended",
-                    f"a local shape {tuple(self.local_shape)}",
-                )  # fmt: skip
+                    "local shape, global shape and offset differ in length",
+                    self.key,
+                    shape=array.shape,
+                    offset=tuple(self.global_offset),
+                    expected=f"{len(array.shape)} axes, {self.prepend_axis_num} of them prepended",
+                    found=f"a local shape {tuple(self.local_shape)}",
+                )
             box = Box.from_shape((1,) * self.prepend_axis_num + tuple(self.local_shape), self.global_offset)
             return ShardSpec(array, box, self.replica_id, self._flat(box), self._grid(array, box))
 
@@ -334,7 +340,7 @@ class ShardedTensor(ShardedBase):
         if part is None:
             return None
         if part.step not in (None, 1):
-            raise ShapeError("a flattened range has a step", self.key, None, box.shape, found=part)
+            raise ShapeError("a flattened range has a step", self.key, shape=box.shape, found=part)
         return 0 if part.start is None else index(part.start), box.size if part.stop is None else index(part.stop)
 
     def _grid(self, array: ArraySpec, box: Box) -> tuple[int, ...] | None:
@@ -349,14 +355,21 @@ class ShardedTensor(ShardedBase):
     def _check_data(self, data: torch.Tensor, shape: tuple[int, ...]) -> None:
         if data.dtype != self.dtype:
             raise DTypeError(
-                "the local tensor has another data type than its shard", self.key, None, tuple(self.local_shape),
-                expected=str(self.dtype), found=str(data.dtype),
-            )  # fmt: skip
+                "the local tensor has another data type than its shard",
+                self.key,
+                shape=tuple(self.local_shape),
+                expected=str(self.dtype),
+                found=str(data.dtype),
+            )
         if tuple(data.shape) != shape:
             raise ShapeError(
-                "the local tensor has another shape than its shard", self.key, None, tuple(self.global_shape),
-                tuple(self.global_offset), shape, tuple(data.shape),
-            )  # fmt: skip
+                "the local tensor has another shape than its shard",
+                self.key,
+                shape=tuple(self.global_shape),
+                offset=tuple(self.global_offset),
+                expected=shape,
+                found=tuple(data.shape),
+            )
 
 
 def _grid_fields(
@@ -369,7 +382,7 @@ def _grid_fields(
     with about(key):
         ndim = prepend_axis_num + len(local_shape)
         if any(axis >= ndim for axis, _, _ in rank_offsets):
-            raise AxisError("a rank offset names an axis that does not exist", key, None, local_shape,
+            raise AxisError("a rank offset names an axis that does not exist", key, shape=local_shape,
                             expected=f"[0, {ndim})", found=rank_offsets)  # fmt: skip
         shard = from_rank_offsets(
             key, _ANY_DTYPE, local_shape, *rank_offsets, replica_id=replica_id, prepend_axes=prepend_axis_num

@@ -230,7 +230,7 @@ def _object_problems(grid: Sequence[tuple[int, _Cell]]) -> list[ProblemError]:
     for rank, cell in grid:
         if cell.unique_key in owners:
             found.append(
-                ReplicaError("an object has several main copies", cell.unique_key, (owners[cell.unique_key], rank))
+                ReplicaError("an object has several main copies", cell.unique_key, rank=(owners[cell.unique_key], rank))
             )
         owners.setdefault(cell.unique_key, rank)
     first = grid[0][1]

@@ -56,8 +56,13 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> "CheckpointableShardedTensor":
         """Return a tensor of the global shape without memory."""
         if not isinstance(data, torch.Tensor):
-            raise SpecError("a shard has no data", sh_ten.key, None, tuple(sh_ten.global_shape),
-                            found=type(data).__name__, remedy="Call its init_data first")  # fmt: skip
+            raise SpecError(
+                "a shard has no data",
+                sh_ten.key,
+                shape=tuple(sh_ten.global_shape),
+                found=type(data).__name__,
+                remedy="Call its init_data first",
+            )
         return cast("CheckpointableShardedTensor", _wrapper(cls, sh_ten.global_shape, data))
 
     def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
@@ -212,8 +217,14 @@ def _pieces(data: torch.Tensor, sh_ten: ShardedTensor) -> tuple[_Piece, ...]:
     shard = sh_ten.spec
     expected = shard.box.shape[sh_ten.prepend_axis_num :] if shard.flat is None else (shard.size,)
     if tuple(data.shape) != expected:
-        raise ShapeError("the local tensor has another shape than its shard", shard.key, None, shard.array.shape,
-                         shard.box.start, expected, tuple(data.shape))  # fmt: skip
+        raise ShapeError(
+            "the local tensor has another shape than its shard",
+            shard.key,
+            shape=shard.array.shape,
+            offset=shard.box.start,
+            expected=expected,
+            found=tuple(data.shape),
+        )
     found: list[_Piece] = []
     for fragment in fragments(shard):
         if shard.flat is None:
@@ -241,9 +252,12 @@ def _check_same(one: CheckpointableShardedTensor, other: CheckpointableShardedTe
     facts = [(s._sh_ten.key, tuple(s.shape), s.dtype) for s in (one, other)]
     if facts[0] != facts[1]:
         raise SpecError(
-            "shards of one container belong to different tensors", one._sh_ten.key, None, tuple(one.shape),
-            expected=facts[0], found=facts[1],
-        )  # fmt: skip
+            "shards of one container belong to different tensors",
+            one._sh_ten.key,
+            shape=tuple(one.shape),
+            expected=facts[0],
+            found=facts[1],
+        )
 
 
 def _write_items(fqn: str, tensor: torch.Tensor, pieces: Sequence[_Piece], first: int | None) -> list[WriteItem]:
@@ -262,5 +276,6 @@ def _found(pieces: Sequence[_Piece], index: MetadataIndex) -> torch.Tensor:
     for box, view in pieces:
         if box.start == offset:
             return view
-    raise SpecError("no local shard is at this offset", index.fqn, None, None, offset,
-                    expected=[box.start for box, _ in pieces])  # fmt: skip
+    raise SpecError(
+        "no local shard is at this offset", index.fqn, offset=offset, expected=[box.start for box, _ in pieces]
+    )
