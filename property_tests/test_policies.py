@@ -51,10 +51,11 @@ def is_sequence(value):
 TYPES = {
     **dict.fromkeys(["layout"], lambda value: isinstance(value, LayoutPolicy)),
     **dict.fromkeys(
-        ["replicas", "replicated", "durability", "commit", "cast", "verify", "missing", "unexpected"], is_text
+        ["replicas", "replicated", "durability", "commit", "foreign", "cast", "verify", "missing", "unexpected"],
+        is_text,
     ),
     **dict.fromkeys(["extended_dtypes"], is_text),
-    **dict.fromkeys(["consolidate", "allow_shape_mismatch", "read_once"], is_flag),
+    **dict.fromkeys(["consolidate", "metadata_file", "allow_shape_mismatch", "read_once"], is_flag),
     **dict.fromkeys(["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes"], is_whole),
     "timeout_s": is_number,
     "object_codec": lambda value: value is None or is_text(value),
@@ -88,8 +89,8 @@ PLAIN = st.one_of(
     st.floats(),
     st.text("ab.", max_size=3),
     st.sampled_from(
-        ["auto", "fsync", "elect", "declared", "none", "error", "any", "raise", "report", "ignore", "first", "trust",
-         "torch", "native", "bits", "zstd", "crc32c", "cpu", "full"]
+        ["auto", "fsync", "keep", "refuse", "elect", "declared", "none", "error", "any", "raise", "report", "ignore",
+         "first", "trust", "torch", "native", "bits", "zstd", "crc32c", "cpu", "full"]
     ),
     st.binary(max_size=2),
 )  # fmt: skip
@@ -175,6 +176,6 @@ def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
 
 def test_fields_with_words():
     assert {name for _, name in WORDS} == {
-        "replicas", "replicated", "durability", "commit", "object_codec", "cast", "verify", "per_rank", "safe_globals",
-        "extended_dtypes", "missing", "unexpected",
+        "replicas", "replicated", "durability", "commit", "foreign", "object_codec", "cast", "verify", "per_rank",
+        "safe_globals", "extended_dtypes", "missing", "unexpected",
     }  # fmt: skip
