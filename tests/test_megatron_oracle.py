@@ -125,10 +125,10 @@ def counterparts():
 def test_every_public_name_is_here_or_left_out_for_a_reason(name):
     left_out = LEFT_OUT.get(name, {})
     if None in left_out:
-        assert importlib.util.find_spec(f"functional_ckpt.torch.{name}") is None, "there is one now"
+        assert importlib.util.find_spec(f"functional_ckpt.torch.megatron.{name}") is None, "there is one now"
         return
     wanted = public(importlib.import_module(f"megatron.core.dist_checkpointing.{name}".rstrip(".")))
-    here = importlib.import_module(f"functional_ckpt.torch.{name}".rstrip("."))
+    here = importlib.import_module(f"functional_ckpt.torch.megatron.{name}".rstrip("."))
     missing = {each for each in wanted if not hasattr(here, each)}
     assert missing == {*left_out}
 
