@@ -14,6 +14,8 @@ import importlib
 import threading  # noqa: F401 - imported for the first time at exit, it does not know that no thread is waited for
 from typing import TYPE_CHECKING, Any
 
+from functional_ckpt.lazy import getattr_of
+
 if TYPE_CHECKING:
     from functional_ckpt import errors
     from functional_ckpt.api import async_save, diff, load, save
@@ -91,17 +93,15 @@ __all__ = [
     "verify",
 ]
 
+_find = getattr_of(__name__, _MODULES)
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name == "errors":
         return importlib.import_module("functional_ckpt.errors")
-    if name not in _MODULES:
-        raise AttributeError(f"module 'functional_ckpt' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"functional_ckpt.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,9 @@
 Imported only where torch is used; the names below are imported on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from functional_ckpt.lazy import getattr_of
 
 if TYPE_CHECKING:
     from functional_ckpt.torch.dcp.default_storage import INSTALLED_SAVE_POLICY, install
@@ -30,10 +31,4 @@ __all__ = [
     "install",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = getattr_of(__name__, _MODULES)

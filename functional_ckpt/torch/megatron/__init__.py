@@ -4,8 +4,9 @@ The modules are called as Megatron's are, and need no Megatron but for `plugin`;
 its package, are imported on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from functional_ckpt.lazy import getattr_of
 
 if TYPE_CHECKING:
     from functional_ckpt.torch.megatron.core import check_is_distributed_checkpoint
@@ -53,10 +54,4 @@ __all__ = [
     "save",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = getattr_of(__name__, _MODULES)
