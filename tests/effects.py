@@ -5,6 +5,7 @@ Calls of Python's own `os` are seen, not those of TensorStore. Nothing here impo
 
 import fcntl
 import os
+import signal
 from contextlib import contextmanager, suppress
 
 from functional_ckpt.store import directories
@@ -80,6 +81,21 @@ def watched(root, handle):
         for name, real in REAL.items():
             setattr(os, name, real)
         fcntl.flock, directories.call_system = flock, call_system
+
+
+def killing_at(at):
+    """Return what kills this process at effect `at`, which is done half if it is a write, else not at all."""
+    seen = iter(range(10**6))
+
+    def stop(call):
+        if call.name in EFFECTS and next(seen) == at:
+            if call.name == "write":
+                file, data = call.arguments
+                REAL["write"](file, bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call.do()
+
+    return stop
 
 
 class Refusal:

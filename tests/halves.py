@@ -34,7 +34,7 @@ from functional_ckpt.torch.megatron.strategies.zarr import (  # noqa: E402
     ZarrSaveCommonStrategy,
     ZarrSaveShardedStrategy,
 )
-from tests.effects import EFFECTS, REAL, watched  # noqa: E402
+from tests.effects import killing_at, watched  # noqa: E402
 
 ONLY = functional_ckpt.LoadPolicy(strict=functional_ckpt.Strict(unexpected="ignore"))
 FAST = functional_ckpt.SavePolicy(durability="none")
@@ -169,17 +169,7 @@ def forked(function, *arguments):
 
 def killed(saves, path, at):
     """Save, and die at effect `at`, which is done half if it is a write, else not at all."""
-    seen = iter(range(10**6))
-
-    def stop(call):
-        if call.name in EFFECTS and next(seen) == at:
-            if call.name == "write":
-                file, data = call.arguments
-                REAL["write"](file, bytes(data)[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call.do()
-
-    with watched(path.parent, stop):
+    with watched(path.parent, killing_at(at)):
         saves(path, 2)
 
 

@@ -4,14 +4,13 @@ Run as a program, this file is the victim: it forks a saver for every effect, an
 """
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.effects import EFFECTS, REAL, watched
+from tests.effects import killing_at, watched
 from tests.places import MODES, check_recovery, make_place, run_save
 
 CASES = ["rename", "overwrite", "marker", "keep"]
@@ -24,17 +23,7 @@ def victim(root, mode):
         make_place(place, mode)
         child = os.fork()
         if not child:
-            seen = iter(range(10**6))
-
-            def stop(call, at=at, seen=seen):
-                if call.name in EFFECTS and next(seen) == at:
-                    if call.name == "write":
-                        file, data = call.arguments
-                        REAL["write"](file, bytes(data)[: len(data) // 2])
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call.do()
-
-            with watched(place, stop):
+            with watched(place, killing_at(at)):
                 run_save(place, mode, "none")  # a kill loses nothing that was written
             os._exit(0)
         _, status = os.waitpid(child, 0)
