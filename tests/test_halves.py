@@ -23,6 +23,7 @@ from functional_ckpt.errors import (  # noqa: E402
     ObjectCodecError,
     ReplacedError,
 )
+from functional_ckpt.store import directories  # noqa: E402
 from functional_ckpt.store.commit import begin  # noqa: E402
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader  # noqa: E402
 from functional_ckpt.torch.megatron import halves  # noqa: E402
@@ -113,7 +114,7 @@ def test_where_directories_are_exchanged(tmp_path, monkeypatch):
         raise functional_ckpt.errors.StorageError("two directories could not be exchanged")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(halves, "exchange_paths", cannot)
+    monkeypatch.setattr(directories, "exchange_paths", cannot)
     assert not halves._can_be_exchanged(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
 

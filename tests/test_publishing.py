@@ -110,7 +110,7 @@ def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch):
 
 def test_a_mount_point_is_found_first(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
-    monkeypatch.setattr(target, "is_mount_point", lambda path: path == tmp_path / "a")
+    monkeypatch.setattr(directories, "is_mount_point", lambda path: path == tmp_path / "a")
     phases = []
     with pytest.raises(AlreadyExistsError, match="mount point"):
         save(state(1), tmp_path / "a", policy=FAST, progress=lambda p: phases.append(p.phase))

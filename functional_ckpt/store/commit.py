@@ -21,7 +21,7 @@ from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.claim import Claim, claimed_by
 from functional_ckpt.store.directories import (
-    exchange_paths,
+    check_exchange,
     identity_of,
     is_directory,
     make_directories,
@@ -134,12 +134,7 @@ def _with_target(site: Site, overwrite: bool, keeps_foreign: bool) -> Site:
     earlier = tuple(save_id for save_id in begun if overwrite and save_id != site.save_id)
     found_there = identity_of(final)
     if found_there is not None and os.listdir(final):
-        one, other = work / "one", work / "other"
-        one.mkdir()
-        other.mkdir()
-        exchange_paths(one, other)
-        one.rmdir()
-        other.rmdir()
+        check_exchange(work)
     return attrs.evolve(site, replaceable=Replaceable(found_there, earlier, overwrite, keeps_foreign))
 
 

@@ -16,6 +16,7 @@ from functional_ckpt.errors import StorageError
 
 __all__ = [
     "Identity",
+    "check_exchange",
     "exchange_paths",
     "identity_of",
     "is_directory",
@@ -24,6 +25,7 @@ __all__ = [
     "remove_tree",
     "sync_directory",
     "sync_file_system",
+    "why_fixed",
 ]
 
 #: Numbers of a directory, and of the root in it: inode numbers alone are used again.
@@ -155,6 +157,29 @@ def exchange_paths(one: Path, other: Path) -> None:
             "two directories could not be exchanged", path=str(one), found=error.strerror,
             remedy="If the file system cannot do it: save under a new path, and delete the old checkpoint afterwards",
         ) from error  # fmt: skip
+
+
+def check_exchange(work: Path) -> None:
+    """Try in the directory `work` whether directories can be exchanged there.
+
+    Raises
+    ------
+    StorageError
+        If they cannot.
+    """
+    one, other = work / "one", work / "other"
+    one.mkdir()
+    other.mkdir()
+    exchange_paths(one, other)
+    one.rmdir()
+    other.rmdir()
+
+
+def why_fixed(path: Path) -> str | None:
+    """Return what keeps another directory from taking the place of an existing one, in words; None for nothing."""
+    if os.path.samefile(path, "."):
+        return "the working directory of this process"
+    return "a mount point" if is_mount_point(path) else None
 
 
 def call_system(name: str, *arguments: int | bytes) -> None:

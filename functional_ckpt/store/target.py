@@ -19,9 +19,9 @@ from functional_ckpt.store.directories import (
     exchange_paths,
     identity_of,
     is_directory,
-    is_mount_point,
     remove_tree,
     sync_directory,
+    why_fixed,
 )
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.files import FileStore
@@ -106,10 +106,10 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
         return ()
     if not stat.S_ISDIR(found.st_mode):
         raise AlreadyExistsError("the path is a file", path=str(final), remedy="Save under a new path")
-    if is_mount_point(final) or os.path.samefile(final, "."):
-        what = "the working directory of this process" if os.path.samefile(final, ".") else "a mount point"
+    fixed = why_fixed(final)
+    if fixed is not None:
         raise AlreadyExistsError(
-            f"the path is {what}, which another directory cannot replace", path=str(final),
+            f"the path is {fixed}, which another directory cannot replace", path=str(final),
             remedy="Save to a directory below it, or use commit='marker'",
         )  # fmt: skip
     names = sorted(path.name for path in final.iterdir())

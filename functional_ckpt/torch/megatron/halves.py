@@ -18,7 +18,7 @@ from functional_ckpt.run.policy import Commit
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import MANIFEST, ROOT
-from functional_ckpt.store.directories import exchange_paths, is_mount_point, remove_tree, sync_directory
+from functional_ckpt.store.directories import check_exchange, remove_tree, sync_directory, why_fixed
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.store.reading import read_manifest
@@ -179,12 +179,12 @@ def commit_over(checkpoint_dir: str | Path) -> Commit:
 def _remove(store: Store, final: Path, nodes: Sequence[str]) -> None:
     """Remove a sharded half, its root first; one that is half removed is what a dead save has left, by its claim."""
     save_id = new_save_id()
-    claim = Claim.take(final / claim_name(save_id), save_id)
+    mine = claim_name(save_id)
+    claim = Claim.take(final / mine, save_id)
     try:
         claim.name([*nodes, MANIFEST], durable=True)
         os.unlink(final / ROOT)
         sync_directory(final)
-        mine = claim_name(save_id)
         store.delete([name for name in leftover_names(store, [mine]) if name != mine])
         sync_directory(final)  # a power cut must not bring back what no claim names
         claim.release()
@@ -193,14 +193,12 @@ def _remove(store: Store, final: Path, nodes: Sequence[str]) -> None:
 
 
 def _can_be_exchanged(final: Path) -> bool:
-    if is_mount_point(final) or os.path.samefile(final, "."):
+    if why_fixed(final) is not None:
         return False
     work = final.parent / working_name(final.name, new_save_id())
-    one, other = work / "one", work / "other"
     try:
-        for directory in (work, one, other):
-            os.mkdir(directory)
-        exchange_paths(one, other)
+        os.mkdir(work)
+        check_exchange(work)
     except (OSError, StorageError):
         return False
     finally:
