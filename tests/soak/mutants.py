@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     Mutant(
         "the exchange is not tried before", "store/commit.py",
-        "        exchange_paths(one, other)", "        pass", ("tests/test_publishing.py",),
+        "        check_exchange(work)", "        pass", ("tests/test_publishing.py",),
     ),
     Mutant(
         "a sweep cleans up beside a live save", "store/sweep.py",
