@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
+from operator import mul
 from typing import TypeVar
 
 from hypothesis import event
@@ -378,19 +379,33 @@ def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[Sha
 
 @st.composite
 def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
-    """Generate worlds in which every shard knows its regular grid, so that ranks can plan by themselves.
+    """Generate worlds in which each rank holds a block of cells of every grid, so that ranks can plan by themselves.
+
+    All cells have equally many copies, one of them main.
 
     Examples
     --------
     >>> from hypothesis import find
-    >>> find(regular_worlds(), lambda world: world.size == 2).size
-    2
+    >>> [len(shards) for shards in find(regular_worlds(), lambda world: len(world.ranks[0]) == 2).ranks]
+    [2]
     """
     ranks = draw(st.integers(1, max_ranks))
     held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
     for number in range(draw(st.integers(1, max_arrays))):
-        for shard in draw(regular_shards(f"w{number}")):
-            for replica in range(draw(st.integers(1, 2))):
-                copy = ShardSpec(shard.array, shard.box, replica, None, shard.grid)
-                held[draw(st.integers(0, ranks - 1))].append(copy)
+        local = draw(shapes(3, 4, min_side=1))
+        copies, ways = ranks, []
+        for _ in local:
+            ways.append(draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0])))
+            copies //= ways[-1]
+        each = [draw(st.integers(1, 2)) for _ in local]
+        grid = tuple(map(mul, ways, each))
+        array = ArraySpec(f"w{number}", tuple(map(mul, grid, local)), draw(dtypes()))
+        holders = iter(draw(_reordered([*range(ranks)])))
+        ids = draw(_reordered([*range(copies)]))
+        for index in product(*map(range, ways)):
+            for replica in ids:
+                rank = next(holders)
+                cells = product(*(range(i * n, (i + 1) * n) for i, n in zip(index, each, strict=True)))
+                boxes = (Box.from_shape(local, tuple(map(mul, cell, local))) for cell in cells)
+                held[rank] += [ShardSpec(array, box, replica, None, grid) for box in boxes]
     return World(held)
