@@ -123,9 +123,9 @@ def overview() -> str:
     for number, (drawn, who, what) in enumerate(ways):
         y = 84 * number + 32
         parts += [*drawn, label(who, 684, y, anchor="start"), label(what, 684, y + 16, True, anchor="start")]
-        parts.append(
-            f'<path d="M440 {top + 72} L584 {y + 4} m-9 {(-2, -5, -8)[number]} l9 {(2, 5, 8)[number]}" {LINE}/>'
-        )
+        tip = ((-2, 2), (-5, 5), (-8, 8))[number]
+        line = f"M440 {top + 72} L584 {y + 4} m-9 {tip[0]} l9 {tip[1]}"
+        parts.append(f'<path d="{line}" {LINE}/>')
     parts += [label("save", 212, top + 62), arrow(168, top + 72, 88), label("load", 512, top + 62)]
     return svg(810, 240, "A tensor saved by 4 ranks becomes a Zarr array that other ranks and stock tools read", parts)
 
