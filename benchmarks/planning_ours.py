@@ -26,7 +26,7 @@ from functional_ckpt.plan.state import (
     filled,
     merge_structures,
 )
-from functional_ckpt.run.planning import Plan, opened, plan_gathered, sealed
+from functional_ckpt.run.planning import Plan, decode_state, encode_state, plan_gathered
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
@@ -78,7 +78,7 @@ def plan_again(cuts: RowCuts) -> dict[str, float]:
 def gathered(messages: Sequence[bytes]) -> list[Part]:
     """What a rank makes of the states of all ranks."""
     known: dict[bytes, Any] = {}
-    return [(rank, opened(*pickle.loads(message), known)) for rank, message in enumerate(messages)]
+    return [(rank, decode_state(*pickle.loads(message), known)) for rank, message in enumerate(messages)]
 
 
 def local_arrays(ranks: int, arrays: int, distinct: bool) -> list[PlacedArray]:
@@ -104,7 +104,7 @@ def _basis(state: LocalState, ranks: int) -> Basis:
 
 def _message(cuts: RowCuts, rank: int) -> bytes:
     """What a rank sends."""
-    return pickle.dumps(sealed(_state(cuts, rank).tabled(rank)))
+    return pickle.dumps(encode_state(_state(cuts, rank).with_table(rank)))
 
 
 def _state(cuts: RowCuts, rank: int) -> LocalState:

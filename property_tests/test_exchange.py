@@ -21,7 +21,7 @@ from functional_ckpt.testing import strategies as fst
 from functional_ckpt.testing.simulate import run_ranks
 from property_tests.test_roundtrip import directory, joined, load_world, tree_bytes, trees
 
-RUNGS = st.sampled_from(["owned", "exclusive", "shared"])
+OWNERSHIPS = st.sampled_from(["owned", "exclusive", "shared"])
 # Each example saves and loads several times.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
 
@@ -37,24 +37,26 @@ def moves(draw, max_arrays=2):
     return source, target, {spec.key: draw(fst.arrays(spec)) for spec in specs}, draw(fst.moving_policies())
 
 
-def on_rung(policy, rung):
-    """Return `policy` such that shards have chunks of their own, if that is the rung."""
+def owned_as(policy, ownership):
+    """Return `policy` such that shards have chunks of their own, if that is the ownership."""
     return (
-        attrs.evolve(policy, layout=attrs.evolve(policy.layout, min_chunk_nbytes=0)) if rung == "exclusive" else policy
+        attrs.evolve(policy, layout=attrs.evolve(policy.layout, min_chunk_nbytes=0))
+        if ownership == "exclusive"
+        else policy
     )
 
 
-def plan_of(world, policy, rung="owned"):
-    policy = on_rung(policy, rung)
-    return plan_save(world, policy.layout, policy.replicas, True, rung != "shared", policy.budget_nbytes)
+def plan_of(world, policy, ownership="owned"):
+    policy = owned_as(policy, ownership)
+    return plan_save(world, policy.layout, policy.replicas, True, ownership != "shared", policy.budget_nbytes)
 
 
-def save_on(rung, world, arrays, path, policy):
+def save_on(ownership, world, arrays, path, policy):
     states = trees(world, model.deal(world, arrays))
 
     def save(gather):
-        group = GatherOnly(gather) if rung == "shared" else gather
-        return functional_ckpt.save(states[gather.rank], path, policy=on_rung(policy, rung), process_group=group)
+        group = GatherOnly(gather) if ownership == "shared" else gather
+        return functional_ckpt.save(states[gather.rank], path, policy=owned_as(policy, ownership), process_group=group)
 
     return run_ranks(world.size, save)[0]
 
@@ -66,19 +68,19 @@ def waves_that_move(plan):
 
 
 def described(plan):
-    rungs = sorted({array.layout.rung for array in plan.arrays})
-    return f"rungs: {rungs}, waves: {min(3, len(waves_that_move(plan)))}"
+    ownerships = sorted({array.layout.ownership for array in plan.arrays})
+    return f"ownerships: {ownerships}, waves: {min(3, len(waves_that_move(plan)))}"
 
 
 @FEWER
-@given(moves(), RUNGS)
-def test_what_one_world_writes_any_other_reads(case, rung):
+@given(moves(), OWNERSHIPS)
+def test_what_one_world_writes_any_other_reads(case, ownership):
     source, target, arrays, policy = case
-    plan = plan_of(source, policy, rung)
+    plan = plan_of(source, policy, ownership)
     event(described(plan))
     laws.check_plan(plan, source)
     with directory() as path:
-        manifest = save_on(rung, source, arrays, path, policy)
+        manifest = save_on(ownership, source, arrays, path, policy)
         assert [entry.layout for entry in manifest.arrays] == [array.layout for array in plan.arrays]
         expected = model.deal(target, arrays)
         for once in (False, True):
@@ -110,14 +112,14 @@ def test_the_cases_reach_several_waves_of_real_moves(kind):
 
 
 @FEWER
-@given(moves(), RUNGS, st.data())
-def test_what_lands_on_disk_does_not_know_the_ranks_names(case, rung, data):
+@given(moves(), OWNERSHIPS, st.data())
+def test_what_lands_on_disk_does_not_know_the_ranks_names(case, ownership, data):
     source, _, arrays, policy = case
     order = data.draw(st.permutations(range(source.size)))
-    event(described(plan_of(source, policy, rung)))
+    event(described(plan_of(source, policy, ownership)))
     with directory() as one, directory() as other:
-        save_on(rung, source, arrays, one, policy)
-        save_on(rung, World([source.ranks[rank] for rank in order]), arrays, other, policy)
+        save_on(ownership, source, arrays, one, policy)
+        save_on(ownership, World([source.ranks[rank] for rank in order]), arrays, other, policy)
         assert tree_bytes(one) == tree_bytes(other)
 
 
@@ -178,7 +180,7 @@ def test_the_smallest_budget_that_works_is_named_and_works(case):
     laws.check_plan(plan, source)
     with pytest.raises(PolicyError, match=str(smallest)) as caught:
         plan_of(source, attrs.evolve(policy, budget_nbytes=smallest - 1))
-    owned = {array.spec.key: array.layout.chunk_nbytes for array in plan.arrays if array.layout.rung == "owned"}
+    owned = {array.spec.key: array.layout.chunk_nbytes for array in plan.arrays if array.layout.ownership == "owned"}
     assert smallest == 3 * owned[caught.value.key] == 3 * max(owned.values())
 
 

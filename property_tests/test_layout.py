@@ -96,7 +96,7 @@ def test_l3_pieces_of_a_chunk_are_contiguous(chunk, target):
 def test_l3_chosen_layouts_obey_their_policy(case, policy, owned_ok):
     array, boxes = case
     layout = choose_layout(array, boxes, policy, owned_ok=owned_ok)
-    event(f"rung: {layout.rung}")
+    event(f"ownership: {layout.ownership}")
     laws.check_layout(array, boxes, policy, layout)
     assert layout.codecs == policy.codecs_of(array.key)
     assert model.numpy_dtype(layout.stored).itemsize == array.itemsize
@@ -113,8 +113,8 @@ def test_l4_chunks_have_several_writers_only_when_allowed_and_needed(case, polic
         with pytest.raises(LayoutError, match="'w'"):
             choose_layout(array, boxes, policy, shared_ok, owned_ok)
         return
-    rung = "exclusive" if not small else "owned" if owned_ok else "shared"
-    assert choose_layout(array, boxes, policy, shared_ok, owned_ok).rung == rung
+    ownership = "exclusive" if not small else "owned" if owned_ok else "shared"
+    assert choose_layout(array, boxes, policy, shared_ok, owned_ok).ownership == ownership
 
 
 @given(written_arrays(), fst.layout_policies(), st.randoms(use_true_random=False))
@@ -126,11 +126,11 @@ def test_l5_only_the_set_of_boxes_decides(case, policy, random):
     assert choose_layout(array, shuffled, policy) == choose_layout(array, boxes, policy)
 
 
-@pytest.mark.parametrize("rung", ["exclusive", "owned", "shared"])
-def test_the_strategies_reach_every_rung(rung):
+@pytest.mark.parametrize("ownership", ["exclusive", "owned", "shared"])
+def test_the_strategies_reach_every_ownership(ownership):
     cases = st.tuples(written_arrays(), fst.layout_policies(), st.just(True), st.booleans())
     quick = settings(max_examples=5000, phases=[Phase.generate], database=None)
-    find(cases, lambda case: choose_layout(*case[0], *case[1:]).rung == rung, settings=quick)
+    find(cases, lambda case: choose_layout(*case[0], *case[1:]).ownership == ownership, settings=quick)
 
 
 @st.composite

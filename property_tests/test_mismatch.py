@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from functional_ckpt import LoadPolicy
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.manifest import Manifest, ValueEntry
-from functional_ckpt.plan.mismatch import missing_problems, parted, unexpected_problems
+from functional_ckpt.plan.mismatch import missing_problems, split_by_prefix, unexpected_problems
 from functional_ckpt.run.wanted import WantedKeys
 
 PARTS = st.sampled_from(["module", "_orig_mod", "model", "a", "b", "0", "1", "weight", "state"])
@@ -53,8 +53,8 @@ def test_many_keys_are_few_words(count, prefix, below):
 
 
 @given(KEYS, KEYS)
-def test_parted(keys, names):
-    below, others = parted(keys, names)
+def test_split_by_prefix(keys, names):
+    below, others = split_by_prefix(keys, names)
     assert sorted([*others, *(key for group in below.values() for key in group)]) == sorted(keys)
     assert all(f"{key}.".startswith(f"{name}.") for name, group in below.items() for key in group)
     assert not any(f"{key}.".startswith(f"{name}.") for key in others for name in names)

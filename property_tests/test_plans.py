@@ -40,7 +40,7 @@ POLICIES = MOVING | MOVING | MOVING | fst.layout_policies()
 def test_plans_write_every_cell_once(world, policy, rule, owned_ok):
     plan = plan_save(world, policy, rule, owned_ok=owned_ok)
     for array in plan.arrays:
-        event(f"rung: {array.layout.rung}")
+        event(f"ownership: {array.layout.ownership}")
     laws.check_plan(plan, world)
 
 
@@ -109,7 +109,7 @@ def test_p4_planning_a_grid_alone_is_planning_together(world, policy, shared_ok)
         alone = [errors_of(lambda s=s: plan_local_save(0, s, *rules)) for s in world.ranks]
         assert any(alone)
         return
-    event(f"rungs: {sorted({a.layout.rung for a in plan.arrays})}")
+    event(f"ownerships: {sorted({a.layout.ownership for a in plan.arrays})}")
     for rank, shards in enumerate(world.ranks):
         assert plan_local_save(rank, shards, *rules) == restrict(plan, rank)
 
@@ -117,7 +117,7 @@ def test_p4_planning_a_grid_alone_is_planning_together(world, policy, shared_ok)
 @given(fst.regular_worlds(), fst.layout_policies())
 def test_p4_a_grid_too_fine_for_chunks_of_its_own_asks_for_gathering(world, policy):
     plan = plan_save(world, policy, "declared")
-    owned = {array.spec.key for array in plan.arrays if array.layout.rung == "owned"}
+    owned = {array.spec.key for array in plan.arrays if array.layout.ownership == "owned"}
     for rank, shards in enumerate(world.ranks):
         found = errors_of(lambda r=rank, s=shards: plan_local_save(r, s, policy, "declared"))
         assert {problem.key for problem in found} == {shard.key for shard in shards} & owned
@@ -145,7 +145,7 @@ def test_p4_planning_on_a_mesh_alone_is_planning_together(placed, policy, rule, 
         assert all(isinstance(e, PolicyError) for e in errors_of(lambda: plan_local_save(0, placed, *rules)))
         return
     waves = plan.pieces.wave.max(initial=0) + 1
-    event(f"rungs: {sorted({a.layout.rung for a in plan.arrays})}, waves: {min(3, waves)}")
+    event(f"ownerships: {sorted({a.layout.ownership for a in plan.arrays})}, waves: {min(3, waves)}")
     laws.check_plan(plan, world)
     for rank in range(ranks):
         assert plan_local_save(rank, placed, *rules) == restrict(plan, rank)

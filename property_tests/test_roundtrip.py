@@ -114,7 +114,7 @@ def test_w1_any_world_loads_what_any_other_saved(case, policy, orders):
     with directory() as path:
         manifest = save_world(source, arrays, path, policy, orders[0])
         for entry in manifest.arrays:
-            event(f"rung: {entry.layout.rung}")
+            event(f"ownership: {entry.layout.ownership}")
         expected = model.deal(target, arrays)
         for verify, once in (("full", False), ("covered", True)):
             policy = LoadPolicy(strict="ignore", verify=verify, read_once=once, budget_nbytes=2**10)

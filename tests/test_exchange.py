@@ -97,7 +97,7 @@ def check_nobody_waits(tmp_path, here, on, text, kind):
 
 def test_pieces_meet_in_whole_chunks(tmp_path):
     (manifest, *_) = save(tmp_path / "a")
-    assert [entry.layout.rung for entry in manifest.arrays] == ["owned"]
+    assert [entry.layout.ownership for entry in manifest.arrays] == ["owned"]
     assert functional_ckpt.open_checkpoint(tmp_path / "a")["w"][...].tolist() == WHOLE.tolist()
     assert functional_ckpt.verify(tmp_path / "a").ok
     told = json.loads((tmp_path / "a" / "provenance.json").read_text())["ranks"]

@@ -96,7 +96,7 @@ def test_chunks_of_several_writers(tmp_path, same, piece, gather_only):
         return save(state, tmp_path / "a", policy=policy, process_group=gather_only(gather))
 
     run_ranks(3, saving)
-    assert open_checkpoint(tmp_path / "a").manifest.by_key["w"].layout.rung == "shared"
+    assert open_checkpoint(tmp_path / "a").manifest.by_key["w"].layout.ownership == "shared"
     same(np.asarray(zarr.open_group(tmp_path / "a", mode="r")["w"][...]), array)
     theirs = rewritten_by_tensorstore(tmp_path / "a/w", tmp_path / "w")
     ours = {p.name: p.read_bytes() for p in (tmp_path / "a/w").iterdir()}

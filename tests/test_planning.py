@@ -288,7 +288,7 @@ def test_files_of_a_large_state_are_few_at_any_world_size(ranks):
     nbytes = sum(array.nbytes for array in arrays)
     assert 700e9 < nbytes < 710e9
     assert files <= nbytes / policy.min_chunk_nbytes + 2 * len(arrays)
-    assert {plan.layout.rung for plan in plans} >= ({"exclusive"} if ranks <= 16 else {"owned"})
+    assert {plan.layout.ownership for plan in plans} >= ({"exclusive"} if ranks <= 16 else {"owned"})
 
 
 def test_eight_ranks_write_all_of_a_large_state():
@@ -325,7 +325,7 @@ def manifest_nbytes(arrays, sharding):
     chunk = np.concatenate([np.arange(count) for count in counts])
     chunks = ChunkRows(number, chunk, np.zeros((len(chunk), 2), np.int64))
     manifest = build_manifest(GlobalState(leaves, (), (), (), "{}"), plans, chunks)
-    return len(manifest.to_json()), {plan.layout.rung for plan in plans}
+    return len(manifest.to_json()), {plan.layout.ownership for plan in plans}
 
 
 def test_manifests_of_owned_chunks_do_not_grow_with_the_world():

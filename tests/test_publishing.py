@@ -70,7 +70,7 @@ def test_chunks_made_of_moved_pieces_count_once():
     spec = ArraySpec("w", (8, 8), "float32")
     boxes = [Box((0, n), (8, n + 1)) for n in range(8)]
     plan = plan_save(World([(ShardSpec(spec, box),) for box in boxes]), LayoutPolicy())
-    assert plan.arrays[0].layout.rung == "owned"
+    assert plan.arrays[0].layout.ownership == "owned"
     assert sum(restrict(plan, rank).file_count(rank) for rank in range(8)) == 2
 
 

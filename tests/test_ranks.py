@@ -59,8 +59,8 @@ def test_rows_to_columns(layout, commit, before, after, tmp_path, piece, gather_
         return save(state, tmp_path / "a", policy=policy, process_group=group)
 
     manifests = run_ranks(before, saving)
-    rung = "exclusive" if before == 1 else layout.replace("one chunk", "owned").split()[0]
-    assert {entry.layout.rung for entry in manifests[0].arrays} == {rung}
+    ownership = "exclusive" if before == 1 else layout.replace("one chunk", "owned").split()[0]
+    assert {entry.layout.ownership for entry in manifests[0].arrays} == {ownership}
     assert all(m == manifests[0] for m in manifests)
     assert functional_ckpt.verify(tmp_path / "a").ok
 
@@ -359,8 +359,8 @@ def test_values_and_shapes_that_differ_are_reported_together(tmp_path, fast):
         ]
 
 
-@pytest.mark.parametrize(("smallest", "rung"), [(0, "exclusive"), (2**22, "owned")])
-def test_shards_of_a_declared_grid(smallest, rung, tmp_path):
+@pytest.mark.parametrize(("smallest", "ownership"), [(0, "exclusive"), (2**22, "owned")])
+def test_shards_of_a_declared_grid(smallest, ownership, tmp_path):
     """Each rank plans chunks of its own alone; too small for that, the ranks gather who holds what."""
     layout = LayoutPolicy(min_chunk_nbytes=smallest)
     policy = SavePolicy(layout=layout, replicas="declared", durability="none")
@@ -372,5 +372,5 @@ def test_shards_of_a_declared_grid(smallest, rung, tmp_path):
         )
 
     (entry,) = run_ranks(4, saving)[0].arrays
-    assert entry.layout.rung == rung
+    assert entry.layout.ownership == ownership
     np.testing.assert_array_equal(functional_ckpt.open_checkpoint(tmp_path / "a")["w"][...], GRID)

@@ -91,7 +91,7 @@ def writers(plan: SavePlan) -> Iterator[tuple[int, Box]]:
 
 
 def layout() -> str:
-    """The three rungs, at true proportions of a 4096 x 4096 float32 array; a bar beside it shows who writes."""
+    """The three kinds of ownership, at true proportions of a 4096 x 4096 float32 array; bars show who writes."""
     array = ArraySpec("w", (4096, 4096), "float32")
     scale, top = 140 / 4096, 34
     parts: list[str] = []
@@ -109,7 +109,7 @@ def layout() -> str:
             parts.append(rectangle(bar, (at[0] + 144, top), scale, f'fill="{COLOURS[rank % len(COLOURS)]}"'))
         mib = chosen.chunk[0] * chosen.chunk[1] * array.itemsize / 2**20
         parts += [
-            label(chosen.rung, middle, top + 160),
+            label(chosen.ownership, middle, top + 160),
             label(f"{grid.size} chunks of {mib:g} MiB", middle, top + 175, True),
         ]
     title = "Chunks chosen for 64 MiB held by 1, 4 and 128 ranks; the bar beside each shows who writes"

@@ -42,7 +42,7 @@ def save_rows(group):
 
 one, five = (run_ranks(size, save_rows)[0].arrays[0] for size in (1, 5))
 assert (one.layout.chunk, one.digests) == (five.layout.chunk, five.digests)
-print(one.layout.rung, five.layout.rung, five.grid.size)
+print(one.layout.ownership, five.layout.ownership, five.grid.size)
 with open("by-5/provenance.json") as file:
     ranks = json.load(file)["ranks"]
 for rank, told in enumerate(ranks):

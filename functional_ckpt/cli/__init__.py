@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     >>> import functional_ckpt, numpy as np
     >>> _ = functional_ckpt.save({"w": np.ones((2, 3), "f4"), "step": 7}, "memory://cli-example")
     >>> main(["ls", "memory://cli-example"])
-    key  dtype    shape   chunks  bytes  rung
+    key  dtype    shape   chunks  bytes  ownership
     w    float32  [2, 3]       1   24 B  exclusive
     <BLANKLINE>
     value  holds

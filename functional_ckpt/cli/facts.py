@@ -50,7 +50,7 @@ def header(checkpoint: Checkpoint) -> Facts:
         "chunks": sum(entry.grid.size for entry in manifest.arrays),
         "nbytes": manifest.nbytes,
         "dtypes": _counts(entry.spec.dtype for entry in manifest.arrays),
-        "rungs": _counts(entry.layout.rung for entry in manifest.arrays),
+        "ownerships": _counts(entry.layout.ownership for entry in manifest.arrays),
         "codecs": _counts(codec for entry in manifest.arrays for codec in entry.layout.codecs),
         "objects": [entry.spec.key for entry in manifest.arrays if entry.codec is not None],
         "values": len(manifest.values),
@@ -102,7 +102,7 @@ def _array(entry: ArrayEntry) -> Facts:
         "chunk": list(entry.layout.chunk),
         "chunks": entry.grid.size,
         "nbytes": entry.spec.nbytes,
-        "rung": entry.layout.rung,
+        "ownership": entry.layout.ownership,
         "codecs": list(entry.layout.codecs),
         "object_codec": entry.codec,
     }

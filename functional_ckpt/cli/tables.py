@@ -28,8 +28,9 @@ def print_listing(found: Facts) -> int:
     arrays, tied, values = found["arrays"], found["tied"], found["values"]
     if arrays:
         _print(_columns(
-            ("key", "dtype", "shape", "chunks", "bytes", "rung"), "<<<>><",
-            [(a["key"], a["dtype"], str(a["shape"]), str(a["chunks"]), _size(a["nbytes"]), a["rung"]) for a in arrays],
+            ("key", "dtype", "shape", "chunks", "bytes", "ownership"), "<<<>><",
+            [(a["key"], a["dtype"], str(a["shape"]), str(a["chunks"]), _size(a["nbytes"]), a["ownership"])
+             for a in arrays],
         ), "")  # fmt: skip
     if tied:
         _print(_columns(("tied key", "is stored as"), "<<", [(t["key"], t["target"]) for t in tied]), "")
@@ -50,7 +51,7 @@ def print_header(found: Facts) -> int:
         ("format", f"{found['format']} {version}, a Zarr v3 group"),
         ("arrays", f"{found['arrays']} in {_count(found['chunks'], 'chunk')}, {_size(found['nbytes'])}"),
         ("data types", _tally(found["dtypes"])),
-        ("chunks", _tally(found["rungs"])),
+        ("chunks", _tally(found["ownerships"])),
         ("codecs", _tally(found["codecs"]) or "none"),
         ("objects", ", ".join(found["objects"])),
         ("values", str(found["values"])),
@@ -81,7 +82,7 @@ def print_leaf(found: Facts) -> int:
         ("dtype", _dtype(found)),
         ("shape", str(found["shape"])),
         ("bytes", _size(found["nbytes"]) + _ratio(found)),
-        ("chunks", f"{found['chunks']} of {found['chunk']}, grid {found['grid']}, {found['rung']}"),
+        ("chunks", f"{found['chunks']} of {found['chunk']}, grid {found['grid']}, {found['ownership']}"),
         ("codecs", ", ".join(found["codecs"]) or "none"),
         ("directory", found["node"]),
         ("digests", "\n".join(shown)),

@@ -64,7 +64,7 @@ class Basis:
             return False
         # Of shards of a grid so small that pieces move, their rank must know who holds the others.
         plans = local_array_plans(common.shards, self.layout, self.shared_ok, self.owned_ok)
-        return not any(plan.layout.rung == "owned" for plan in plans)
+        return not any(plan.layout.ownership == "owned" for plan in plans)
 
 
 @attrs.frozen

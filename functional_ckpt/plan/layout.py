@@ -42,7 +42,7 @@ __all__ = [
 ExtendedDTypes: TypeAlias = Literal["native", "bits"]
 
 MIB = 2**20
-#: More is nobody's wish, and a long chain makes TensorStore recurse.
+#: Nobody needs more, and a long chain makes TensorStore recurse.
 MAX_CODECS = 8
 #: Codec -> lowest and highest level; crc32c has none.
 _CODECS = {"crc32c": (0, -1), "zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
@@ -229,7 +229,7 @@ class ChunkGrid:
 
 @attrs.frozen(cache_hash=True)
 class Layout:
-    """How one array lies in storage: `rung` of the ladder, `chunk` shape, `codecs`, data type as `stored`.
+    """How one array lies in storage: `ownership` and shape of its chunks, `codecs`, data type as `stored`.
 
     Examples
     --------
@@ -237,7 +237,7 @@ class Layout:
     16
     """
 
-    rung: str
+    ownership: str
     chunk: tuple[int, ...]
     codecs: tuple[str, ...]
     stored: str
@@ -298,7 +298,7 @@ def layout_of_faces(
     Examples
     --------
     >>> w = ArraySpec("w", (8, 4), "float32")
-    >>> layout_of_faces(w, (1, 0), LayoutPolicy()).rung, layout_of_faces(w, (0, 0), LayoutPolicy()).rung
+    >>> layout_of_faces(w, (1, 0), LayoutPolicy()).ownership, layout_of_faces(w, (0, 0), LayoutPolicy()).ownership
     ('owned', 'exclusive')
     """
     stored = BITS.get(array.dtype, array.dtype) if policy.extended_dtypes == "bits" else array.dtype

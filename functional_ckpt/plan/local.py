@@ -61,18 +61,18 @@ def plan_local_save(
     raise_problems(p for item in local if (p := needs_gathering(rank, item, replicas)) is not None)
     arrays = local_array_plans(local, policy, shared_ok, owned_ok) if arrays is None else arrays
     numbers = {plan.spec.key: number for number, plan in enumerate(arrays)}
-    raise_problems(_must_move(rank, item) for item in local
-                   if isinstance(item, ShardSpec) and arrays[numbers[item.key]].layout.rung == "owned")  # fmt: skip
+    specs = (item for item in local if isinstance(item, ShardSpec))
+    raise_problems(_must_move(rank, item) for item in specs if arrays[numbers[item.key]].layout.ownership == "owned")
     groups, empty = _grouped(rank, local, arrays, numbers, replicas)
     shards = _first_shards(rank, local, groups)
     ndim = widest(plan.spec for plan in arrays)
     chunks = padded_chunks(arrays, ndim)
     parts, owned = [_grid_pieces(rank, local, numbers, shards, ndim)], [Owners.of_arrays([])]
-    for group, members, rung in groups:
-        if not rung:
+    for group, members, ownership in groups:
+        if not ownership:
             continue
         pieces = group.pieces(shards[members])
-        if rung == "owned":
+        if ownership == "owned":
             pieces, owners = group.owned(chunks[group.numbers][:, ndim - group.shapes.shape[1] :], pieces)
             owned.append(owners)
         parts.append(_widened(pieces, ndim))
@@ -98,7 +98,7 @@ def _finished(
     return SavePlan(arrays, attrs.evolve(pieces, wave=wave), headers, _begun_digests(arrays, pieces, shapes))
 
 
-#: Arrays placed alike, their positions among the items, and their rung; "" for arrays without cells.
+#: Arrays placed alike, their positions among the items, and their ownership; "" for arrays without cells.
 _Group = tuple[PlacedGroup, Ints, str]
 
 
@@ -117,17 +117,17 @@ def _grouped(
             alike = (item.sharding, item.array.shape)
             if alike not in kinds:
                 kinds[alike] = _kind(*alike)
-            rung = arrays[numbers[item.key]].layout.rung
-            members.setdefault((item.sharding, len(item.array.shape), kinds[alike], rung), []).append(position)
+            ownership = arrays[numbers[item.key]].layout.ownership
+            members.setdefault((item.sharding, len(item.array.shape), kinds[alike], ownership), []).append(position)
     hashes = key_hashes([plan.spec for plan in arrays])
     groups: list[_Group] = []
     empty: list[tuple[int, int]] = []
-    for (sharding, _, kind, rung), positions in members.items():
+    for (sharding, _, kind, ownership), positions in members.items():
         at = np.array([numbers[local[i].key] for i in positions], np.int64)
         order = np.argsort(at)
         shapes = np.array([local[i].array.shape or (1,) for i in positions], np.int64)[order]
         group = PlacedGroup(rank, sharding, rule, at[order], shapes, hashes[at[order]])
-        groups.append((group, np.array(positions, np.int64)[order], rung if kind else ""))
+        groups.append((group, np.array(positions, np.int64)[order], ownership if kind else ""))
         if not kind:
             empty += [(number, group.lowest_rank()) for number in at.tolist()]
     return groups, Owners.of_arrays(empty)
@@ -150,7 +150,7 @@ def local_array_plans(
     Examples
     --------
     >>> from functional_ckpt.spec.sharding import from_rank_offsets
-    >>> local_array_plans([from_rank_offsets("w", "int8", (4,), (0, 1, 2))], LayoutPolicy())[0].layout.rung
+    >>> local_array_plans([from_rank_offsets("w", "int8", (4,), (0, 1, 2))], LayoutPolicy())[0].layout.ownership
     'owned'
     """
     known: dict[object, Layout] = {}
@@ -198,8 +198,8 @@ def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> 
 def _first_shards(rank: int, local: Sequence[ShardSpec | PlacedArray], groups: Sequence[_Group]) -> Ints:
     """Return the number of the first shard of each item."""
     counts = np.array([isinstance(item, ShardSpec) for item in local], np.int64)
-    for group, members, rung in groups:
-        boxes = group.held if rung else []
+    for group, members, ownership in groups:
+        boxes = group.held if ownership else []
         full = sum(((stop > start).all(axis=1) for start, stop in boxes), np.zeros(len(members), np.int64))
         is_there = group.sharding.mesh.coordinate(rank) is not None
         counts[members] = np.maximum(full, 1) if is_there else 0
@@ -222,8 +222,8 @@ def _grid_pieces(
 def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
     """Return the shared chunks of which a piece has the first cell and not all: its rank digests them."""
     chunks = padded_chunks(arrays, shapes.shape[1])
-    rungs = np.array([plan.layout.rung for plan in arrays], str)
-    cut = cut_at_chunks(pieces.take((rungs == "shared")[pieces.array]), shapes, chunks)
+    ownerships = np.array([plan.layout.ownership for plan in arrays], str)
+    cut = cut_at_chunks(pieces.take((ownerships == "shared")[pieces.array]), shapes, chunks)
     extent = chunks[cut.array]
     whole = np.minimum(cut.start // extent * extent + extent, shapes[cut.array])
     first = (cut.start % extent == 0).all(axis=1) & (cut.stop < whole).any(axis=1)

@@ -264,8 +264,8 @@ def _array_to_json(entry: ArrayEntry) -> dict[str, Any]:
         "digests": [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)],
     }
     # The common case is left out: exclusive chunks, no codecs, the data type stored as itself.
-    if layout.rung != "exclusive":
-        record["rung"] = layout.rung
+    if layout.ownership != "exclusive":
+        record["ownership"] = layout.ownership
     if layout.codecs:
         record["codecs"] = list(layout.codecs)
     if layout.stored != spec.dtype:
@@ -281,7 +281,7 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
     chunk = tuple(_int(n) for n in _list(record["chunk"]))
     codecs = tuple(_str(c) for c in _list(record["codecs"])) if "codecs" in record else ()
     stored = _str(record.get("stored", spec.dtype))
-    rung = _str(record.get("rung", "exclusive"))
+    ownership = _str(record.get("ownership", "exclusive"))
     digests = [bytes.fromhex(_str(d)) for d in _list(record["digests"])]
     if not _fits(shape, chunk, spec.dtype, stored, len(digests)):
         raise CorruptionError("an array of the manifest is inconsistent", spec.key, shape=shape, found=chunk)
@@ -292,7 +292,9 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
         object_codec not in ("json", "torch") or spec.dtype != "uint8" or len(shape) != 1 or not digests
     ):
         raise CorruptionError("an object of the manifest is inconsistent", spec.key, shape=shape, found=object_codec)
-    return ArrayEntry(spec, _layout(rung, chunk, codecs, stored), b"".join(digests), _path_of(record), object_codec)
+    return ArrayEntry(
+        spec, _layout(ownership, chunk, codecs, stored), b"".join(digests), _path_of(record), object_codec
+    )
 
 
 # Arrays by the thousand have the same layout, and equal values may as well be one.
@@ -304,9 +306,9 @@ def _fits(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, stored: st
 
 
 @lru_cache(maxsize=1024)
-def _layout(rung: str, chunk: tuple[int, ...], codecs: tuple[str, ...], stored: str) -> Layout:
+def _layout(ownership: str, chunk: tuple[int, ...], codecs: tuple[str, ...], stored: str) -> Layout:
     check_codecs(codecs)
-    return Layout(rung, chunk, codecs, stored)
+    return Layout(ownership, chunk, codecs, stored)
 
 
 def _parse(document: Any) -> Manifest:

@@ -7,7 +7,7 @@ from itertools import islice
 from functional_ckpt.errors import KeyMismatchError
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["listed", "missing_problems", "nearest", "parted", "unexpected_problems"]
+__all__ = ["listed", "missing_problems", "nearest", "split_by_prefix", "unexpected_problems"]
 
 #: Up to so many keys are a problem each, more are one; of those so many are named.
 _FEW = 4
@@ -44,12 +44,12 @@ def listed(keys: Sequence[str]) -> str:
     return f"{text} and {len(keys) - _NAMED} more" if len(keys) > _NAMED else text
 
 
-def parted(keys: Iterable[str], names: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+def split_by_prefix(keys: Iterable[str], names: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the keys below each of the names that has any, and the others.
 
     Examples
     --------
-    >>> parted(["a.b", "a.c", "b"], ["a", "c"])
+    >>> split_by_prefix(["a.b", "a.c", "b"], ["a", "c"])
     ({'a': ['a.b', 'a.c']}, ['b'])
     """
     known = frozenset(names)
@@ -74,7 +74,7 @@ def missing_problems(
     >>> print(*missing_problems(["module.w"], [], ["w"], [], False))
     the checkpoint has no such key: key 'module.w'. Pass LoadPolicy(rename={'module': ''}), which finds every key
     """
-    below, missing = parted(missing, empty)
+    below, missing = split_by_prefix(missing, empty)
     problems = [_stored_empty(name, keys) for name, keys in below.items()]
     if not missing:
         return problems
@@ -107,9 +107,9 @@ def unexpected_problems(
     >>> print(*unexpected_problems(["optim.state.0.step"], ["optim.state"]))  # doctest: +ELLIPSIS
     `like` is empty where the checkpoint is not: key 'optim.state', found 'optim.state.0.step'. An optimizer ...
     """
-    below, extra = parted(extra, empty)
+    below, extra = split_by_prefix(extra, empty)
     problems = [_wanted_empty(name, keys) for name, keys in below.items()]
-    differing, extra = parted(extra, by_rank)
+    differing, extra = split_by_prefix(extra, by_rank)
     ignore = f"select with LoadPolicy(keys=...), or pass {_IGNORING.format('unexpected')}"
     what = "the checkpoint has values that differ by rank, which `like` does not"
     problems += [KeyMismatchError(what, name, remedy=f"Add a PerRank(...), {ignore}") for name in differing]

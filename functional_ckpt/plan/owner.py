@@ -1,4 +1,4 @@
-"""The owned rung: which rank writes a chunk of which many ranks hold pieces, and in which wave."""
+"""Owned chunks: which rank writes a chunk whose pieces many ranks hold, and in which wave."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Prefixes that a policy names: one that holds no key of any rank is a misspelt wish, not a wish for nothing."""
+"""Prefixes that a policy names: one that holds no key of any rank is a misspelling, not a request for nothing."""
 
 from collections.abc import Collection, Iterable, Sequence
 

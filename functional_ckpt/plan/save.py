@@ -214,18 +214,18 @@ def check_mains(table: ShardTable) -> list[ProblemError]:
 
 def assembled(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, budget_nbytes: int) -> SavePlan:
     """Return the plan that writes `fragments`; `empty` says who writes the metadata of arrays without cells."""
-    rungs = np.array([plan.layout.rung for plan in arrays], str)
+    ownerships = np.array([plan.layout.ownership for plan in arrays], str)
     ndim = fragments.start.shape[1]
     shapes = padded_shapes([plan.spec for plan in arrays], ndim)
     chunks = padded_chunks(arrays, ndim)
-    is_owned = (rungs == "owned")[fragments.array]
+    is_owned = (ownerships == "owned")[fragments.array]
     moved, owned = choose_owners(cut_at_chunks(fragments.take(is_owned), shapes, chunks), arrays)
     moved = with_waves(moved, owned, arrays, budget_nbytes)
     pieces = Pieces.joined([fragments.take(~is_owned), moved])
     pieces = pieces.take(row_order(pieces, shapes)) if len(moved) else pieces
     begin, _ = runs(pieces.array)
     begun = Owners(pieces.array[begin], np.full(len(begin), -1), pieces.target[begin])
-    shared = cut_at_chunks(fragments.take((rungs == "shared")[fragments.array]), shapes, chunks)
+    shared = cut_at_chunks(fragments.take((ownerships == "shared")[fragments.array]), shapes, chunks)
     return SavePlan(arrays, pieces, by_array(begun, empty), _shared_digests(shared))
 
 

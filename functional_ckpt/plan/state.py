@@ -70,7 +70,7 @@ class CopyDigest:
 
 @attrs.frozen
 class LocalState:
-    """The state of one rank, without its data; `terms` are the parts of the policy on which all must agree.
+    """The state of one rank, without its data; `policy_text` is the part of the policy that all ranks must share.
 
     Its contents are `values`, `attributes` and `copies`, digests of the copies that are to be compared; the rest, and
     where the values stand, is its structure. `shards` are those of the leaves that are neither copies nor placed on a
@@ -82,11 +82,11 @@ class LocalState:
     values: tuple[ValueEntry, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
     attributes: str = _NO_ATTRIBUTES
-    terms: str = ""
+    policy_text: str = ""
     table: ShardTable | None = None
     copies: tuple[CopyDigest, ...] = ()
 
-    def tabled(self, rank: int, first_shard: int = 0) -> "LocalState":
+    def with_table(self, rank: int, first_shard: int = 0) -> "LocalState":
         """Return the state with the table of all its shards, for the other ranks."""
         shards = list(self.all_shards(rank))
         table = ShardTable.of(rank, shards)
@@ -115,12 +115,12 @@ class LocalState:
         """Return what may differ from save to save: values, attributes, and the digests of copies."""
         return LocalState(values=self.values, attributes=self.attributes, copies=self.copies)
 
-    def parted(self) -> "tuple[LocalState, LocalState]":
+    def split_common(self) -> "tuple[LocalState, LocalState]":
         """Return what all ranks may hold alike, and what only this rank has: everything below a `PerRank`."""
         own_arrays = tuple(leaf for leaf in self.arrays if is_per_rank(leaf.path))
         own_values = tuple(value for value in self.values if is_per_rank(value.path or ()))
         if not own_arrays and not own_values:
-            return self, LocalState(attributes=self.attributes, terms=self.terms)
+            return self, LocalState(attributes=self.attributes, policy_text=self.policy_text)
         keys = {leaf.key for leaf in own_arrays}
         common = attrs.evolve(
             self,
@@ -168,7 +168,7 @@ def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemE
     values = _without_placeholders(_merged_places(parts, problems), leaves)
     per_rank = tuple(sorted({p.key: p for _, state in parts for p in state.per_rank}.values(), key=lambda p: p.key))
     problems += _both_kinds(parts)
-    problems += _unequal(parts, "terms", "ranks pass different policies") or _tree_problems(leaves, values)
+    problems += _unequal(parts, "policy_text", "ranks pass different policies") or _tree_problems(leaves, values)
     tied = _agreed_ties([state for _, state in parts])
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))

@@ -30,7 +30,7 @@ from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.execute import content_digest
 from functional_ckpt.store.values import MAX_INLINE_NBYTES, plain_text
 
-__all__ = ["Captured", "capture", "terms_of"]
+__all__ = ["Captured", "capture", "policy_text"]
 
 _EACH_RANKS_OWN = ("durability", "budget_nbytes", "timeout_s")
 
@@ -68,7 +68,7 @@ def capture(
     seen.guard(seen.set_attributes, attributes or {})
     raise_problems(seen.problems)
     warn_of_trust(seen.untrusted)
-    common, own = attrs.evolve(seen.state(), terms=terms_of(policy, overwrite)).parted()
+    common, own = attrs.evolve(seen.state(), policy_text=policy_text(policy, overwrite)).split_common()
     buffers: list[Buffer] = []
     numbers: dict[str, range] = {}
     for leaf in (*common.arrays, *own.arrays):
@@ -201,12 +201,12 @@ class _Capture:
         self._arrays.append((leaf, held.identity))
 
 
-def terms_of(policy: SavePolicy, overwrite: bool) -> str:
+def policy_text(policy: SavePolicy, overwrite: bool) -> str:
     """Return what all ranks must want alike: all but what is each rank's own.
 
     Examples
     --------
-    >>> terms_of(SavePolicy(timeout_s=5), False) == terms_of(SavePolicy(), False)
+    >>> policy_text(SavePolicy(timeout_s=5), False) == policy_text(SavePolicy(), False)
     True
     """
     names = (field.name for field in attrs.fields(SavePolicy))

@@ -109,7 +109,7 @@ class LeafAdapter(Protocol):
         """Describe a leaf that is loaded; allocates where it has no memory."""
 
     def blueprint(self, leaf: Any) -> Hashable | None:
-        """Return what a leaf without memory asks to be allocated; equal for equal wishes. None if it has memory."""
+        """Return what a leaf without memory asks to be allocated; equal for equal requests. None if it has memory."""
 
     def empty(self, leaf: Any, spec: ArraySpec) -> Any:
         """Return a new leaf of the family of `leaf`, with the shape and data type of `spec`."""

@@ -69,29 +69,29 @@ def load_tree(
 
 
 def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
-    seeker = _Seeker(opened.manifest, opened.store, policy, gather)
+    loader = _Loader(opened.manifest, opened.store, policy, gather)
     kept: list[tuple[Any, LoadPlan]] = []
 
-    def plan() -> _Wish:
+    def plan() -> _Request:
         tracker.enter("plan")
         with opened.guard():
-            skeleton = seeker.seek(like)
-            kept.append((skeleton, seeker.plan()))
-        return seeker.wish(kept[0][1])
+            skeleton = loader.seek(like)
+            kept.append((skeleton, loader.plan()))
+        return loader.request(kept[0][1])
 
-    wishes = together(gather, plan)
+    requests = together(gather, plan)
     skeleton, load_plan = kept[0]
 
     def share() -> tuple[LoadPlan, Pieces | None]:
         with opened.guard():
-            seeker.check(wishes)
-        return seeker.share(load_plan, wishes)
+            loader.check(requests)
+        return loader.share(load_plan, requests)
 
     mine, moved = agree(gather, share)
 
     def read() -> None:
         with opened.guard():
-            seeker.read(mine, moved, tracker)
+            loader.read(mine, moved, tracker)
         opened.check()
 
     agree(gather, read)
@@ -105,7 +105,7 @@ def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker
 
 
 @attrs.frozen(eq=False)
-class _Wish:
+class _Request:
     """What a rank tells the others before a load: of its keys, and with `read_once` what it wants to read."""
 
     keys: Told
@@ -114,13 +114,13 @@ class _Wish:
 
 
 @attrs.frozen(eq=False)
-class _Later:
+class _Deferred:
     """Stands in the tree for a leaf that exists once the bytes are read."""
 
     result: Callable[[], Any]
 
 
-class _Seeker:
+class _Loader:
     """Finds for each leaf of `like` what is stored for it; one object per load."""
 
     def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
@@ -136,7 +136,7 @@ class _Seeker:
         self._made: dict[Hashable, Any] = {}
 
     def seek(self, like: Any) -> Any:
-        """Return `like` with every leaf replaced: by its value, or by a `_Later` for arrays.
+        """Return `like` with every leaf replaced: by its value, or by a `_Deferred` for arrays.
 
         Leaves for which nothing fitting is stored stay; `check` reports them together with all other problems.
         """
@@ -162,7 +162,7 @@ class _Seeker:
         self._problems += [problem for problem in problems if problem is not None]
         return plan
 
-    def wish(self, plan: LoadPlan) -> _Wish:
+    def request(self, plan: LoadPlan) -> _Request:
         """Return what the other ranks must know."""
         wanted: Pieces | None = None
         if self.policy.read_once and isinstance(self.gather, Exchange):
@@ -170,9 +170,9 @@ class _Seeker:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        return _Wish(self.keys.told(), wanted, self.policy.budget_nbytes)
+        return _Request(self.keys.told(), wanted, self.policy.budget_nbytes)
 
-    def check(self, wishes: Sequence[_Wish]) -> None:
+    def check(self, requests: Sequence[_Request]) -> None:
         """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
 
         Raises
@@ -180,17 +180,17 @@ class _Seeker:
         CheckpointError
             All problems at once.
         """
-        raise_problems([*self.keys.problems([wish.keys for wish in wishes]), *self._problems])
+        raise_problems([*self.keys.problems([request.keys for request in requests]), *self._problems])
 
-    def share(self, plan: LoadPlan, wishes: Sequence[_Wish]) -> tuple[LoadPlan, Pieces | None]:
+    def share(self, plan: LoadPlan, requests: Sequence[_Request]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""
-        wanted = [wish.wanted for wish in wishes if wish.wanted is not None]
-        if len(wanted) < len(wishes):
+        wanted = [request.wanted for request in requests if request.wanted is not None]
+        if len(wanted) < len(requests):
             if wanted:
                 raise SpecError("some ranks read once and others do not", expected="one LoadPolicy on all ranks")
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
-        budget = min(wish.budget_nbytes for wish in wishes)
+        budget = min(request.budget_nbytes for request in requests)
         alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
@@ -269,7 +269,7 @@ class _Seeker:
         if fresh in self._made:
             return self._made[fresh]
         target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
-        later = _Later(target.result if convert is None else lambda: convert(target.result()))
+        later = _Deferred(target.result if convert is None else lambda: convert(target.result()))
         if fresh is not None:
             self._made[fresh] = later
         filled = self._filled.get(target.held.identity)
@@ -320,14 +320,14 @@ class _Seeker:
         if saved == now or rule == "first":
             rank = self.gather.rank if saved == now else 0
             inner = self._rank_value(stored.key, rank, leaf.value)
-            return _Later(lambda: PerRank(_resolved(inner)))
+            return _Deferred(lambda: PerRank(_resolved(inner)))
         if callable(rule):
             if len(below) < saved:
                 raise PerRankError("values of some ranks are not stored", key, expected=f"{saved} ranks")
             values = [
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
-            return _Later(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+            return _Deferred(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
         before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
         raise PerRankError(
             "values that differ by rank were saved by another number of ranks",
@@ -360,4 +360,4 @@ def _rank_key(key: str, rank: int, inner: TreePath) -> str:
 
 
 def _resolved(tree: Any) -> Any:
-    return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Later) else leaf, tree)
+    return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Deferred) else leaf, tree)

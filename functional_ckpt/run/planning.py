@@ -33,7 +33,7 @@ from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.opening import open_store
 
-__all__ = ["Agreed", "Plan", "PlanMemory", "Planner", "opened", "plan_alone", "plan_gathered", "sealed"]
+__all__ = ["Agreed", "Plan", "PlanMemory", "Planner", "decode_state", "encode_state", "plan_alone", "plan_gathered"]
 
 #: Plans kept in a memory: a training loop saves one or two kinds of state.
 _KEPT = 8
@@ -101,7 +101,7 @@ class Planner:
 
         def propose_mine() -> Proposal:
             mine = describe()
-            own = mine.own.tabled(self.gather.rank, sum(mine.counts(mine.common)))
+            own = mine.own.with_table(self.gather.rank, sum(mine.counts(mine.common)))
             basis = self._basis(mine, own)
             proposal = propose(basis, mine.common.contents(), own, self.policy.budget_nbytes)
             known = self.memory.find(proposal.basis)
@@ -135,10 +135,10 @@ class Planner:
         needs_specs = not (has_plan or is_plannable_alone(proposals))
         if not needs_specs and contents_agree(proposals):
             return [(self.gather.rank, mine), *_owns(proposals)]
-        wanted = mine.tabled(self.gather.rank) if needs_specs else mine.contents()
-        told = together(self.gather, lambda: sealed(wanted))
+        wanted = mine.with_table(self.gather.rank) if needs_specs else mine.contents()
+        told = together(self.gather, lambda: encode_state(wanted))
         known: dict[bytes, tuple[LocalState, Any]] = {}
-        return [*enumerate(opened(*each, known) for each in told), *_owns(proposals)]
+        return [*enumerate(decode_state(*each, known) for each in told), *_owns(proposals)]
 
     def _agreed(
         self,
@@ -218,15 +218,15 @@ def plan_gathered(basis: Basis, parts: Sequence[Part], budget_nbytes: int) -> Pl
     return Plan(structure, plan.arrays, restrict(plan, basis.rank))
 
 
-def sealed(state: LocalState) -> tuple[bytes, ShardRows | None]:
+def encode_state(state: LocalState) -> tuple[bytes, ShardRows | None]:
     """Return what ranks may have in common as bytes, so that equal ones are unpacked and merged once."""
     table = state.table
     alike = (attrs.evolve(state, table=None), table and (table.arrays, table.replicas))
     return pickle.dumps(alike), table.rows if table else None
 
 
-def opened(described: bytes, rows: ShardRows | None, known: dict[bytes, tuple[LocalState, Any]]) -> LocalState:
-    """Return a state that `sealed` described; equal descriptions become one object, which `known` remembers."""
+def decode_state(described: bytes, rows: ShardRows | None, known: dict[bytes, tuple[LocalState, Any]]) -> LocalState:
+    """Return a state that `encode_state` described; equal descriptions become one object, which `known` remembers."""
     if described not in known:
         known[described] = pickle.loads(described)  # noqa: S301 - from our own ranks, never from storage
     state, table = known[described]

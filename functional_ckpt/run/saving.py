@@ -207,7 +207,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     with abandoning(prepared):
         receipts = together(gather, write_mine)
         digested = receipts
-        if any(array.layout.rung == "shared" for array in prepared.arrays):
+        if any(array.layout.ownership == "shared" for array in prepared.arrays):
             digested = receipts + together(gather, digest_mine)
         chunks = _all_chunks(prepared.arrays, digested)
         manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.arrays, chunks))

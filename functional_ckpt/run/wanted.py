@@ -7,7 +7,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, report
 from functional_ckpt.plan.manifest import Manifest
-from functional_ckpt.plan.mismatch import missing_problems, parted, unexpected_problems
+from functional_ckpt.plan.mismatch import missing_problems, split_by_prefix, unexpected_problems
 from functional_ckpt.plan.prefixes import Prefix, check_prefixes, prefixes_of_load
 from functional_ckpt.plan.state import EMPTY_TEXTS
 from functional_ckpt.run.policy import LoadPolicy
@@ -79,7 +79,7 @@ class WantedKeys:
     def told(self) -> Told:
         """Return what the other ranks must know."""
         # What is missing below an empty container that is stored accounts for the container.
-        used = (*self._used, *parted(self._missing, self._stored_empty)[0])
+        used = (*self._used, *split_by_prefix(self._missing, self._stored_empty)[0])
         keys, rename = self._policy.keys, self._policy.rename
         return Told(used, tuple(self._empty), prefixes_of_load(keys, rename, self._asked, self._selects, self.stored))
 

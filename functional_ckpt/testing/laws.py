@@ -125,9 +125,9 @@ def check_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, l
     require(fits, f"{array.key!r}: chunk {layout.chunk} does not fit {whole}")
     nbytes = int(np.prod(layout.chunk, dtype=object)) * array.itemsize
     sizes = {"shared": policy.shared_chunk_nbytes, "owned": policy.target_chunk_nbytes}
-    if layout.rung in sizes:
-        limit = max(sizes[layout.rung], array.itemsize)
-        require(nbytes <= limit, f"{array.key!r}: a chunk that is {layout.rung} has {nbytes} bytes, over {limit}")
+    if layout.ownership in sizes:
+        limit = max(sizes[layout.ownership], array.itemsize)
+        require(nbytes <= limit, f"{array.key!r}: a chunk that is {layout.ownership} has {nbytes} bytes, over {limit}")
         return
     for index, touching in _touching(ChunkGrid(whole, layout.chunk), boxes).items():
         require(len(touching) == 1, f"{array.key!r}: exclusive chunk {index} is touched by {len(touching)} boxes")
@@ -191,7 +191,10 @@ def check_plan(plan: SavePlan, world: AnyWorld) -> None:
 
 def _check_owners(array: ArrayPlan, moves: Sequence[Move]) -> None:
     key, chunks = array.spec.key, {move.index: [m for m in moves if m.index == move.index] for move in moves}
-    require(not moves or array.layout.rung == "owned", f"{key!r}: pieces move, on the rung {array.layout.rung}")
+    require(
+        not moves or array.layout.ownership == "owned",
+        f"{key!r}: pieces move, on the ownership {array.layout.ownership}",
+    )
     for index, pieces in chunks.items():
         inside = all(array.grid.box(index).contains(move.box) for move in pieces)
         require(inside, f"{key!r}: pieces of chunk {index} leave it")
@@ -205,7 +208,7 @@ def _check_digests(array: ArrayPlan, writes: Sequence[ArrayWrite], plan: SavePla
     key = array.spec.key
     touching = _touching(array.grid, [write.box for write in writes])
     several = {index: {writes[i].rank for i in found} for index, found in touching.items() if len(found) > 1}
-    require(not several or array.layout.rung == "shared", f"{key!r}: chunks with two writers: {several}")
+    require(not several or array.layout.ownership == "shared", f"{key!r}: chunks with two writers: {several}")
     digests = [digest for digest in plan.digests if digest.key == key]
     indices = sorted(digest.index for digest in digests)
     require(indices == sorted(several), f"{key!r}: digested are {indices}, in pieces {sorted(several)}")

@@ -30,7 +30,7 @@ _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 
 @st.composite
 def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
-    """Generate layout policies with sizes so small that small arrays meet every rung of the ladder.
+    """Generate layout policies with sizes so small that small arrays meet every kind of ownership.
 
     Examples
     --------

@@ -7,7 +7,7 @@ import torch
 
 from functional_ckpt.spec.sharding import ShardSpec
 
-__all__ = ["LocalTensors", "Sealed"]
+__all__ = ["LocalTensors", "OpaqueObject"]
 
 
 @attrs.frozen(eq=False)
@@ -33,14 +33,14 @@ class LocalTensors:
 
 
 @attrs.frozen(eq=False)
-class Sealed:
+class OpaqueObject:
     """A leaf that is saved as one object by ``torch.save``, whatever it is: what it holds is not looked into.
 
     Examples
     --------
     >>> import functional_ckpt
-    >>> _ = functional_ckpt.save({"o": Sealed({"a": [1, (2, 3)]})}, "memory://sealed-example")
-    >>> functional_ckpt.load({"o": None}, "memory://sealed-example")
+    >>> _ = functional_ckpt.save({"o": OpaqueObject({"a": [1, (2, 3)]})}, "memory://opaque-example")
+    >>> functional_ckpt.load({"o": None}, "memory://opaque-example")
     {'o': {'a': [1, (2, 3)]}}
     """
 

@@ -22,7 +22,7 @@ from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedS
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
-from functional_ckpt.torch.local import LocalTensors, Sealed
+from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
 __all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
 
@@ -106,11 +106,11 @@ class TorchLeaves:
 
     def accepts(self, leaf: object) -> bool:
         """Tell whether `leaf` is a tensor, or holds tensors or an object."""
-        return isinstance(leaf, torch.Tensor | LocalTensors | Sealed)
+        return isinstance(leaf, torch.Tensor | LocalTensors | OpaqueObject)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
-        if isinstance(leaf, Sealed):
+        if isinstance(leaf, OpaqueObject):
             return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
         if isinstance(leaf, LocalTensors):
             return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])

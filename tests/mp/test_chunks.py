@@ -32,7 +32,7 @@ def rounds(path, count, chosen, group):
             for size in (5, 101, 1024)
         }
         manifest = fc.save(state, path / str(n), policy=chosen, process_group=group(torch_gather(None, 30.0, "sync")))
-    return {entry.spec.key: entry.layout.rung for entry in manifest.arrays}
+    return {entry.spec.key: entry.layout.ownership for entry in manifest.arrays}
 
 
 SMALL = {"shared_chunk_nbytes": 4000, "target_chunk_nbytes": 4000}
@@ -47,16 +47,16 @@ def as_it_is(gather):
     return gather
 
 
-@pytest.mark.parametrize("rung", ["shared", "owned"])
+@pytest.mark.parametrize("ownership", ["shared", "owned"])
 @pytest.mark.parametrize("chosen", SHARED.values(), ids=SHARED)
-def test_chunks_of_several_ranks_lose_nothing(four, tmp_path, chosen, rung, gather_only):
-    rungs = four.run(rounds, tmp_path, ROUNDS, chosen, gather_only if rung == "shared" else as_it_is)[0]
-    assert set(rungs.values()) == {rung}
+def test_chunks_of_several_ranks_lose_nothing(four, tmp_path, chosen, ownership, gather_only):
+    ownerships = four.run(rounds, tmp_path, ROUNDS, chosen, gather_only if ownership == "shared" else as_it_is)[0]
+    assert set(ownerships.values()) == {ownership}
     for n in range(ROUNDS):
         report = fc.verify(tmp_path / str(n))
         assert report.ok, report.problems
         group = zarr.open_group(tmp_path / str(n), mode="r")
-        for key in rungs:
+        for key in ownerships:
             np.testing.assert_array_equal(group[key][:], launch.values(*group[key].shape, seed=n).numpy(), key)
     assert not list(tmp_path.rglob("*lock*"))
 
@@ -73,14 +73,14 @@ def irregular(path):
     found = {}
     for name, chosen in (("owned", policy()), ("cells", policy(min_chunk_nbytes=0))):
         manifest = fc.save(state, path / name, policy=chosen)
-        found[name] = {entry.spec.key: (entry.layout.rung, entry.layout.chunk) for entry in manifest.arrays}
+        found[name] = {entry.spec.key: (entry.layout.ownership, entry.layout.chunk) for entry in manifest.arrays}
     return found
 
 
 def test_irregular_faces(four, tmp_path):
     layouts = four.run(irregular, tmp_path)[0]
     assert layouts["owned"] == {"rows": ("owned", (10, 13)), "both": ("owned", (10, 13))}
-    assert {rung for rung, _ in layouts["cells"].values()} == {"exclusive"}
+    assert {ownership for ownership, _ in layouts["cells"].values()} == {"exclusive"}
     assert layouts["cells"]["rows"] == ("exclusive", (1, 13))
     for name in layouts:
         assert fc.verify(tmp_path / name).ok

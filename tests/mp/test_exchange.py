@@ -345,5 +345,5 @@ def test_distributed_tensors_are_planned_without_gathering_once(four, tmp_path):
             assert fc.open_checkpoint(path).state()["step"] == number
             assert fc.verify(path).ok
     assert found[4][0][0][0][0] == found[200][0][0][0][0]  # not one byte more for more leaves
-    rungs = {entry.layout.rung for entry in fc.read_manifest(tmp_path / "4" / "0").arrays}
-    assert rungs == {"owned", "exclusive"}
+    ownerships = {entry.layout.ownership for entry in fc.read_manifest(tmp_path / "4" / "0").arrays}
+    assert ownerships == {"owned", "exclusive"}

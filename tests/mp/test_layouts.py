@@ -55,7 +55,7 @@ def zeros_like(tree):
 
 def save_1d(path, policy):
     manifest = fc.save(layout(launch.mesh(4), 2), path, policy=policy)
-    return [entry.layout.rung for entry in manifest.arrays]
+    return [entry.layout.ownership for entry in manifest.arrays]
 
 
 def save_2d(path, policy):
@@ -100,9 +100,9 @@ def test_zarr_reads_what_ranks_wrote(four, tmp_path):
 
 
 def test_small_shards_end_in_owned_chunks_by_default(four, tmp_path):
-    rungs = dict(zip(sorted(TENSORS), four.run(save_1d, tmp_path / "a", SHARED)[0], strict=True))
-    assert rungs["rows"] == rungs["uneven"] == "owned"
-    assert rungs["copies"] == "exclusive"
+    ownerships = dict(zip(sorted(TENSORS), four.run(save_1d, tmp_path / "a", SHARED)[0], strict=True))
+    assert ownerships["rows"] == ownerships["uneven"] == "owned"
+    assert ownerships["copies"] == "exclusive"
 
 
 def submesh():

@@ -27,7 +27,9 @@ from functional_ckpt.torch.dcp.resolving import PlannedBuffer, Resolver
 __all__ = ["captured_plan"]
 
 
-def captured_plan(plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, terms: str, digested: bool) -> Captured:
+def captured_plan(
+    plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, policy_text: str, digested: bool
+) -> Captured:
     """Describe what a rank is told to write; the data itself is taken from `planner` item by item.
 
     `digested` says that whole tensors and objects were left on every rank that has them, and are to be compared.
@@ -46,7 +48,7 @@ def captured_plan(plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, t
             problems.append(error)
     raise_problems(problems)
     warn_of_trust(seen.untrusted)
-    return seen.captured(terms)
+    return seen.captured(policy_text)
 
 
 @attrs.frozen(eq=False)
@@ -92,7 +94,7 @@ class _Items:
         buffer = PlannedBuffer(self.resolver, item, held.spec) if self.resolver.makes_tensors else held.buffers[0]
         self._add(ArrayLeaf(spec, self._paths[key], None, None, is_whole(item)), _Item(buffer, box))
 
-    def captured(self, terms: str) -> Captured:
+    def captured(self, policy_text: str) -> Captured:
         """Return everything that was collected."""
         buffers: list[Buffer] = []
         numbers: dict[str, range] = {}
@@ -103,8 +105,10 @@ class _Items:
             numbers[leaf.key] = range(len(buffers), len(buffers) + len(regions))
             buffers += [region.buffer for region in regions]
             shards += () if leaf.is_copy else [ShardSpec(leaf.spec, region.box) for region in regions]
-        common = LocalState(leaves, tuple(shards), tuple(self._values), terms=terms, copies=tuple(self._copies))
-        return Captured(common, LocalState(terms=terms), tuple(buffers), numbers)
+        common = LocalState(
+            leaves, tuple(shards), tuple(self._values), policy_text=policy_text, copies=tuple(self._copies)
+        )
+        return Captured(common, LocalState(policy_text=policy_text), tuple(buffers), numbers)
 
     def _add(self, leaf: ArrayLeaf, region: _Item) -> None:
         first = self._leaves.setdefault(leaf.key, leaf)

@@ -1,7 +1,7 @@
 """Saves without DCP's collectives: one grid whatever the ranks hold, and a commit in which all ranks take part.
 
-DCP exchanges no plans then, validates nothing across ranks and does not tell them of failures. Chunks are those of the
-shared rung: their shape follows from shape, data type and codecs of the array alone, so that any rank can tell where
+DCP exchanges no plans then, validates nothing across ranks and does not tell them of failures. Chunks may be
+shared: their shape follows from shape, data type and codecs of the array alone, so that any rank can tell where
 its part belongs without knowing the others', and several ranks may write into one chunk under a lock. The rule of the
 commit: every rank writes to one unpublished directory and says so; no rank returns before all have said so and the
 directory has its name, and if one of them fails or is silent for `timeout_s`, nobody publishes.

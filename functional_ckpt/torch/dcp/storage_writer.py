@@ -16,7 +16,7 @@ from functional_ckpt.api import named
 from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.arguments import check_flag, check_policy
-from functional_ckpt.run.capture import Captured, terms_of
+from functional_ckpt.run.capture import Captured, policy_text
 from functional_ckpt.run.comm import Gather, GatherOnly, LocalGather, agree, turn_of
 from functional_ckpt.run.planning import PlanMemory
 from functional_ckpt.run.policy import SavePolicy
@@ -206,8 +206,8 @@ class ZarrStorageWriter(StorageWriter):
     def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
         """Describe what this rank is to write."""
         keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
-        terms = f"dcp {terms_of(policy, self.overwrite)}"
-        return captured_plan(plan, planner, link.rank, policy, terms, keeps_copies and link.size > 1)
+        agreed = f"dcp {policy_text(policy, self.overwrite)}"
+        return captured_plan(plan, planner, link.rank, policy, agreed, keeps_copies and link.size > 1)
 
     def _link(self, plan: SavePlan) -> Link | LocalGather:
         """Return what connects this rank to the others that save."""

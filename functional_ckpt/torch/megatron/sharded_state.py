@@ -14,7 +14,7 @@ from functional_ckpt.errors import CheckpointError, DuplicateKeyError, SpecError
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec, fragments
-from functional_ckpt.torch.local import LocalTensors, Sealed
+from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 from functional_ckpt.torch.megatron.factory import ShardedTensorFactory
 from functional_ckpt.torch.megatron.mapping import LocalNonpersistentObject
 from functional_ckpt.torch.megatron.sharded_base import ShardedBase, is_main_replica
@@ -184,7 +184,7 @@ def _checked(leaves: Iterable[Any]) -> Iterator[ShardedObject | tuple[ShardedTen
     raise_problems(problems)
 
 
-def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | Sealed]:
+def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | OpaqueObject]:
     """Return key -> the main copies that this rank holds, for `functional_ckpt.save`.
 
     Raises
@@ -199,14 +199,14 @@ def leaves_to_save(sharded_state_dict: Any) -> dict[str, LocalTensors | Sealed]:
     ['w', 'o/shard_0_1']
     """
     shards: dict[str, list[tuple[ShardSpec, torch.Tensor]]] = {}
-    objects: dict[str, Sealed] = {}
+    objects: dict[str, OpaqueObject] = {}
     problems: list[CheckpointError] = []
     for leaf in _checked(leaves_of(sharded_state_dict)):
         if isinstance(leaf, ShardedObject):
             if is_main_replica(leaf.replica_id):
                 if leaf.unique_key in objects:
                     problems.append(DuplicateKeyError("two objects have one name", leaf.unique_key))
-                objects[leaf.unique_key] = Sealed(leaf.data)
+                objects[leaf.unique_key] = OpaqueObject(leaf.data)
             continue
         tensor, spec = leaf
         if not spec.is_main:

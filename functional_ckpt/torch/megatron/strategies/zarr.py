@@ -20,7 +20,7 @@ from functional_ckpt.run.pending import PendingSave
 from functional_ckpt.run.policy import Commit, LoadPolicy, SavePolicy, Strict
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.torch.group.link import torch_gather
-from functional_ckpt.torch.local import Sealed
+from functional_ckpt.torch.local import OpaqueObject
 from functional_ckpt.torch.megatron.advice import COMMON_HALF, SHARDED_HALF, advising
 from functional_ckpt.torch.megatron.halves import (
     BACKEND,
@@ -372,7 +372,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
 
 def _sealed(common_state_dict: StateDict) -> Any:
     # An array of numpy would come back as a tensor.
-    return map_leaves(lambda x: Sealed(x) if isinstance(x, np.ndarray | np.generic) else x, common_state_dict)
+    return map_leaves(lambda x: OpaqueObject(x) if isinstance(x, np.ndarray | np.generic) else x, common_state_dict)
 
 
 for _action, _strategy in (
