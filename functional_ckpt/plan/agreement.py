@@ -1,7 +1,7 @@
-"""What ranks tell one another before a save: a few fingerprints each, whatever they hold.
+"""The agreement before a save: each rank sends a few fingerprints, whatever the size of its state.
 
-Ranks that describe the world alike need no more: each plans its own part. Ranks that have planned the same world
-before need no plan. Only otherwise do they gather what they hold.
+If all ranks describe the world in the same way, each plans its own part. If they have planned the same world before,
+they use the cached plan. Otherwise they gather their specs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +27,10 @@ _MOST_KINDS = 64
 
 @attrs.frozen
 class Basis:
-    """Everything that a rank brings to a plan: who it is, what is possible, the rules, and the structure of its state.
+    """All inputs of one rank to a plan: rank, abilities of the store and the group, policy, structure of its state.
 
-    `common` may be alike on all ranks, `own` is what only this rank has; `counts` are the numbers of buffers behind
-    the leaves of both. A plan is made from the bases of all ranks and the smallest budget, and from nothing else.
+    `common` may be equal on all ranks, `own` is what only this rank has; `counts` are the numbers of buffers behind
+    the leaves of both. A plan depends on the bases of all ranks and the smallest budget, and on nothing else.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class Basis:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What must be alike on all ranks so that each knows what the others hold: all but its blocks of cells."""
+        """What must be equal on all ranks so that each knows what the others hold: all but its blocks of cells."""
         rules = (self.size, self.shared_ok, self.owned_ok, self.layout, self.replicas)
         return *rules, attrs.evolve(self.common, shards=()), self.cells and self.cells[0]
 
@@ -77,10 +77,10 @@ class Basis:
 
 @attrs.frozen
 class Proposal:
-    """What one rank says: fingerprints of its basis, of what must be alike in it, and of the contents of its state.
+    """What one rank sends: fingerprints of its basis, of the part that must be equal, and of the contents of its state.
 
-    `blocks` are the cells of regular grids that it holds, a block for each kind of array, or None if its shards are not
-    told by so few words. `planned` is the world of the last plan for this basis. `own` is what only this rank has,
+    `blocks` are the cells of regular grids that it holds, one block for each kind of array; None if its shards are no
+    such blocks. `planned` is the world of the last plan for this basis. `own` is what only this rank has,
     contents included, if there is anything.
     """
 
@@ -94,7 +94,7 @@ class Proposal:
 
 
 def propose(basis: Basis, contents: LocalState, own: LocalState, budget_nbytes: int) -> Proposal:
-    """Return what a rank says of what it brings: `contents` are those of what may be alike on all ranks."""
+    """Return what a rank sends about `basis`; `contents` are those of the part that may be equal on all ranks."""
     return Proposal(
         fingerprint(basis),
         fingerprint(*basis.alike),
@@ -132,5 +132,5 @@ def contents_agree(proposals: Sequence[Proposal]) -> bool:
 
 
 def world_digest(proposals: Iterable[Proposal], budget_nbytes: int) -> bytes:
-    """Return what names a plan: the bases of all ranks, and the smallest budget."""
+    """Return the key of a plan in the cache: a digest of the bases of all ranks and the smallest budget."""
     return fingerprint(tuple(proposal.basis for proposal in proposals), budget_nbytes)

@@ -1,8 +1,8 @@
-"""`plan_local_save`: what one rank does in a save, without looking at what the others hold.
+"""`plan_local_save`: the part of one rank in a save, planned without the specs of the other ranks.
 
-Possible where a rank knows how the whole world holds its arrays, as meshes with placements; ranks that hold cells of
-regular grids come to them by telling one another which. It costs as much as the rank's own part, whatever the number of
-ranks.
+It is possible if a rank knows how the whole world holds its arrays: from meshes with placements, which ranks with cells
+of regular grids get by telling one another which cells they hold. Its cost depends on the rank's own part, not on the
+number of ranks.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,11 @@ def plan_local_save(
     budget_nbytes: int = GIB,
     arrays: tuple[ArrayPlan, ...] | None = None,
 ) -> SavePlan:
-    """Plan what `rank` does from its own part alone: ``restrict(plan_save(world, ...), rank)``.
+    """Plan the part of `rank` from its own specs alone: equal to ``restrict(plan_save(world, ...), rank)``.
 
-    `local` are arrays placed on meshes. Shards count in order, as many for an array as the rank holds boxes of it, at
-    least one. `arrays` are the items' `local_array_plans` under the same rules, if they are known already.
+    `local` are arrays placed on meshes. Shards are numbered in this order; an array counts as one shard per box that
+    the rank holds, at least one. `arrays` is the result of `local_array_plans` for the same arguments, if the caller
+    has it.
 
     Examples
     --------
@@ -71,7 +72,7 @@ def plan_local_save(
 def _finished(
     arrays: tuple[ArrayPlan, ...], pieces: Pieces, owned: Owners, empty: Owners, budget_nbytes: int
 ) -> SavePlan:
-    """Return the plan with everything sorted, waves, headers and digests, as far as it is known."""
+    """Return the plan of `pieces`, sorted, with waves, headers and digests."""
     shapes = padded_shapes([plan.spec for plan in arrays], pieces.start.shape[1])
     pieces = pieces.take(row_order(pieces, shapes))
     owned = owned.take(np.lexsort((owned.chunk, owned.array)))
@@ -83,7 +84,7 @@ def _finished(
     headers = by_array(
         attrs.evolve(first, chunk=first.chunk - 1), Owners(begun.array, begun.chunk, begun.source), empty
     )
-    return SavePlan(arrays, attrs.evolve(pieces, wave=wave), headers, _begun_digests(arrays, pieces, shapes))
+    return SavePlan(arrays, attrs.evolve(pieces, wave=wave), headers, _first_cell_digests(arrays, pieces, shapes))
 
 
 #: Arrays placed alike, their positions among the items, and their ownership; "" for arrays without cells.
@@ -97,7 +98,7 @@ def _grouped(
     numbers: dict[str, int],
     rule: str,
 ) -> tuple[list[_Group], Owners]:
-    """Return the placed arrays in groups, each sorted by number; and who writes the metadata of those without cells."""
+    """Return the placed arrays in groups, each sorted by number, and the metadata writers of arrays without cells."""
     members: dict[Any, list[int]] = {}
     kinds: dict[Any, Any] = {}
     for position, item in enumerate(local):
@@ -121,7 +122,7 @@ def _grouped(
 
 
 def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
-    """Return what arrays must have in common to be worked on together: per axis that it is even, or the extent."""
+    """Return what arrays of one group have in common: for each axis that its split is even, or its extent."""
     if not prod(shape):
         return ()
     whole = shape or (1,)
@@ -132,7 +133,7 @@ def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
 def local_array_plans(
     local: Sequence[PlacedArray], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
 ) -> tuple[ArrayPlan, ...]:
-    """Return the layout of every array, sorted by key; arrays alike in all that decides share one.
+    """Return the layout of every array, sorted by key; it is computed once for arrays of equal shape and placement.
 
     Examples
     --------
@@ -166,8 +167,8 @@ def _first_shards(rank: int, local: Sequence[PlacedArray], groups: Sequence[_Gro
     return np.cumsum(counts) - counts
 
 
-def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
-    """Return the shared chunks of which a piece has the first cell and not all: its rank digests them."""
+def _first_cell_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
+    """Return the shared chunks in which a piece has the first cell but not every cell: its rank digests them."""
     chunks = padded_chunks(arrays, shapes.shape[1])
     ownerships = np.array([plan.layout.ownership for plan in arrays], str)
     cut = cut_at_chunks(pieces.take((ownerships == "shared")[pieces.array]), shapes, chunks)
@@ -180,8 +181,8 @@ def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) ->
 def _widened(pieces: Pieces, ndim: int) -> Pieces:
     """Return `pieces` with axes of extent 1 in front, up to `ndim`."""
     front = ((0, 0), (ndim - pieces.start.shape[1], 0))
-    ends = {name: np.pad(getattr(pieces, name), front, constant_values=fill)
-            for name, fill in (("start", 0), ("stop", 1), ("low", 0), ("high", 1))}  # fmt: skip
+    fills = {"start": 0, "stop": 1, "low": 0, "high": 1}
+    ends = {name: np.pad(getattr(pieces, name), front, constant_values=fill) for name, fill in fills.items()}
     return attrs.evolve(pieces, **ends)
 
 

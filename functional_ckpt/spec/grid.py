@@ -113,7 +113,7 @@ def grid_index(shard: ShardSpec) -> tuple[int, ...]:
 def fragment_shape(array: ArraySpec, counts: Sequence[int], exact: bool = True) -> tuple[int, ...]:
     """Return the shape, in elements, of the fragments of an array that is cut into `counts` along its axes.
 
-    Unless `exact`, what remains of a division is ignored.
+    Unless `exact`, remainders are ignored.
 
     Raises
     ------

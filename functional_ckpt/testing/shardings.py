@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
-from operator import mul
 from typing import TypeVar
 
 from hypothesis import event
@@ -25,7 +24,6 @@ from functional_ckpt.spec.sharding import (
     ShardSpec,
     World,
     fragments,
-    from_rank_offsets,
 )
 from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 from functional_ckpt.testing.regions import (
@@ -39,7 +37,7 @@ from functional_ckpt.testing.regions import (
 
 __all__ = [
     "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_arrays",
-    "placed_worlds", "placements", "regular_shards", "regular_worlds", "replica_ids", "scattered", "shardings",
+    "placed_worlds", "placements", "replica_ids", "scattered", "shardings",
     "shards", "worlds",
 ]  # fmt: skip
 
@@ -349,63 +347,4 @@ def worlds(draw: DrawFn, max_arrays: int = 3, max_ranks: int = 4) -> World:
     for world in several:
         for rank, part in enumerate(world.ranks):
             held[rank] += part
-    return World(held)
-
-
-@st.composite
-def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[ShardSpec, ...]:
-    """Generate all cells of a regular grid, row-major, each made by `from_rank_offsets` and none empty.
-
-    Examples
-    --------
-    >>> from hypothesis import find
-    >>> [shard.box.start for shard in find(regular_shards(), lambda grid: len(grid) == 2)]
-    [(0,), (1,)]
-    """
-    local = draw(shapes(max_rank, 4, min_side=1))
-    parts = [draw(st.integers(1, 3)) for _ in local]
-    dtype = draw(dtypes())
-    prepended = draw(st.integers(0, next((i for i, n in enumerate(local) if n > 1), len(local))))
-    cells = product(*map(range, parts))
-    return tuple(
-        from_rank_offsets(
-            key, dtype, local[prepended:],
-            *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
-            prepend_axes=prepended,
-        )
-        for cell in cells
-    )  # fmt: skip
-
-
-@st.composite
-def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
-    """Generate worlds in which each rank holds a block of cells of every grid, so that ranks can plan by themselves.
-
-    All cells have equally many copies, one of them main.
-
-    Examples
-    --------
-    >>> from hypothesis import find
-    >>> [len(shards) for shards in find(regular_worlds(), lambda world: len(world.ranks[0]) == 2).ranks]
-    [2]
-    """
-    ranks = draw(st.integers(1, max_ranks))
-    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
-    for number in range(draw(st.integers(1, max_arrays))):
-        local = draw(shapes(3, 4, min_side=1))
-        copies, ways = ranks, []
-        for _ in local:
-            ways.append(draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0])))
-            copies //= ways[-1]
-        each = [draw(st.integers(1, 2)) for _ in local]
-        grid = tuple(map(mul, ways, each))
-        array = ArraySpec(f"w{number}", tuple(map(mul, grid, local)), draw(dtypes()))
-        holders = iter(draw(_reordered([*range(ranks)])))
-        ids = draw(_reordered([*range(copies)]))
-        for index in product(*map(range, ways)):
-            for replica in ids:
-                rank = next(holders)
-                cells = product(*(range(i * n, (i + 1) * n) for i, n in zip(index, each, strict=True)))
-                boxes = (Box.from_shape(local, tuple(map(mul, cell, local))) for cell in cells)
-                held[rank] += [ShardSpec(array, box, replica, None, grid) for box in boxes]
     return World(held)
