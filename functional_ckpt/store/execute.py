@@ -119,46 +119,45 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
     for number, shard, run, start, stop in zip(*(column.tolist() for column in columns), strict=True):
         array = plan.arrays[number]
         front = len(start) - len(array.spec.shape)
-        source = _Source(number, array, Box(start[front:], stop[front:]), run, buffers[shard], store)
-        work += source.work(number in headers)
+        source = Fragment(Box(start[front:], stop[front:]), run)
+        work += _writers(number, array, source, buffers[shard], store, number in headers)
         headers.discard(number)
     return work + [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in sorted(headers)]
 
 
-@attrs.frozen(eq=False)
-class _Source:
-    """A region of array number `number` that lies from element `run` on in a buffer, on its way to storage."""
+def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, header: bool) -> list[Work]:
+    """Return the work of one fragment of array number `number`: one piece if it is small, else one per chunk."""
+    itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
+    nbytes = source.box.size * itemsize
+    write = partial(_write_pieces, number, array, source, buffer, store)
+    if nbytes < SMALL_NBYTES:
+        return [Work(nbytes, partial(write, pieces, header), nbytes)]
+    # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
+    held = decoding_nbytes(array.layout)
+    first = [Work(0, partial(write_header, array, store), 0)] if header else []
+    return first + [Work(piece.box.size * itemsize, partial(write, (piece,), False), held) for piece in pieces]
 
-    number: int
-    array: ArrayPlan
-    box: Box
-    run: int
-    buffer: Buffer
-    store: Store
 
-    def work(self, header: bool) -> list[Work]:
-        """Return the work: one piece if it is small, else one per chunk."""
-        pieces = _pieces(self.array.grid, self.box)
-        nbytes = self.box.size * self.array.spec.itemsize
-        if nbytes < SMALL_NBYTES:
-            return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
-        # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
-        held, itemsize = decoding_nbytes(self.array.layout), self.array.spec.itemsize
-        first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
-        return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
-
-    def write(self, pieces: Iterable["_Piece"], header: bool) -> list[Digest]:
-        """Write pieces, and before them the metadata."""
-        if header:
-            write_header(self.array, self.store)
-        spec, layout, found = self.array.spec, self.array.layout, []
-        for piece in pieces:
-            values = self.buffer.get(self.box.shape, self.run, _region(self.box, piece.box))
-            if piece.whole:
-                found.append((self.number, piece.position, write_chunk(self.store, spec, layout, piece.box, values)))
-            else:
-                update_chunk(self.store, spec, layout, piece.box, values)
-        return found
+def _write_pieces(
+    number: int,
+    array: ArrayPlan,
+    source: Fragment,
+    buffer: Buffer,
+    store: Store,
+    pieces: Iterable["_Piece"],
+    header: bool,
+) -> list[Digest]:
+    """Write pieces of a fragment, and before them the metadata if `header`."""
+    if header:
+        write_header(array, store)
+    spec, layout, found = array.spec, array.layout, []
+    for piece in pieces:
+        values = buffer.get(source.box.shape, source.run, _region(source.box, piece.box))
+        if piece.whole:
+            found.append((number, piece.position, write_chunk(store, spec, layout, piece.box, values)))
+        else:
+            update_chunk(store, spec, layout, piece.box, values)
+    return found
 
 
 def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes:
