@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import shown
+from functional_ckpt.plan.field import short_repr
 
 __all__ = ["StopSignals"]
 
@@ -61,5 +61,5 @@ class StopSignals:
 
 def _numbers(signals: object) -> tuple[int, ...]:
     if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
-        raise TypeError(f"not several signals: {shown(signals)}")
+        raise TypeError(f"not several signals: {short_repr(signals)}")
     return tuple(dict.fromkeys(signals))
