@@ -1,6 +1,6 @@
 """The structure and values of one rank's state, and of all ranks merged: the input of planning and of the manifest."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -222,20 +222,20 @@ def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
 
 
 def placed_leaves(
-    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str]
-) -> list[ShardSpec | PlacedArray]:
+    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str], shardings: Mapping[str, Sharding]
+) -> list[PlacedArray]:
     """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.
 
-    Keys in `tied` are left out.
+    `shardings` tell how ranks hold the arrays of which `common` has this rank's shards only. Keys in `tied` are left
+    out.
     """
     skipped = {*tied}
     everywhere = Sharding(Mesh.line(size), (Replicate(),))
-    items: list[ShardSpec | PlacedArray] = [
-        PlacedArray(leaf.spec, leaf.sharding or everywhere)
+    items = [
+        PlacedArray(leaf.spec, leaf.sharding or shardings.get(leaf.key, everywhere))
         for leaf in common.arrays
-        if leaf.key not in skipped and (leaf.is_copy or leaf.sharding is not None)
+        if leaf.key not in skipped
     ]
-    items += [shard for shard in common.shards if shard.key not in skipped]
     for rank, own in owns:
         here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
         items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
