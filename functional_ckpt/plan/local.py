@@ -5,7 +5,7 @@ of regular grids get by telling one another which cells they hold. Its cost depe
 number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,11 +17,13 @@ from functional_ckpt.plan.owner import Owners, with_waves
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, row_order
 from functional_ckpt.plan.placed import PlacedGroup
 from functional_ckpt.plan.save import GIB, SavePlan, by_array, padded_chunks, restrict
+from functional_ckpt.plan.state import LocalState, Part
 from functional_ckpt.spec.columns import Ints
-from functional_ckpt.spec.mesh import PlacedArray, Sharding, common_face, is_even
+from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding, common_face, is_even
+from functional_ckpt.spec.placement import Replicate
 from functional_ckpt.spec.table import key_hashes, padded_shapes, widest
 
-__all__ = ["local_array_plans", "plan_local_save"]
+__all__ = ["local_array_plans", "placed_leaves", "plan_local_save"]
 
 
 def plan_local_save(
@@ -67,6 +69,27 @@ def plan_local_save(
         parts.append(_widened(pieces, ndim))
     pieces = Pieces.joined(parts)
     return restrict(_finished(arrays, pieces, Owners.joined(owned), empty, budget_nbytes), rank)
+
+
+def placed_leaves(
+    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str], shardings: Mapping[str, Sharding]
+) -> list[PlacedArray]:
+    """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.
+
+    `shardings` tell how ranks hold the arrays of which `common` has this rank's shards only. Keys in `tied` are left
+    out.
+    """
+    skipped = {*tied}
+    everywhere = Sharding(Mesh.line(size), (Replicate(),))
+    items = [
+        PlacedArray(leaf.spec, leaf.sharding or shardings.get(leaf.key, everywhere))
+        for leaf in common.arrays
+        if leaf.key not in skipped
+    ]
+    for rank, own in owns:
+        here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
+        items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
+    return items
 
 
 def _finished(

@@ -247,8 +247,12 @@ def _number(name: object, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None
     if number is None or not isinstance(name, str):
-        raise PolicyError("a metric is a number with a name", expected="a name and a number",
-                          found=f"{short_repr(name)}: {short_repr(value)}", remedy="Pass other facts as attributes")  # fmt: skip
+        raise PolicyError(
+            "a metric is a number with a name",
+            expected="a name and a number",
+            found=f"{short_repr(name)}: {short_repr(value)}",
+            remedy="Pass other facts as attributes",
+        )
     return number
 
 

@@ -14,7 +14,7 @@ from functional_ckpt.errors import CheckpointError, DuplicateKeyError, ProblemEr
 from functional_ckpt.plan.agreement import Basis, Proposal, contents_agree, known_shardings, propose, world_digest
 from functional_ckpt.plan.check import check_conflicts
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.local import local_array_plans, plan_local_save
+from functional_ckpt.plan.local import local_array_plans, placed_leaves, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save, restrict
 from functional_ckpt.plan.state import (
     GlobalState,
@@ -23,7 +23,6 @@ from functional_ckpt.plan.state import (
     content_problems,
     filled,
     merge_structures,
-    placed_leaves,
 )
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, agree, together
