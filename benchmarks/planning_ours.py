@@ -30,9 +30,9 @@ from functional_ckpt.run.planning import Plan, decode_state, encode_state, plan_
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Shard
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.sharding import PlacedArray, Sharding, ShardSpec
 
 POLICY = SavePolicy()
 #: Shapes of a transformer's tensors, of which a world of any size holds the same.

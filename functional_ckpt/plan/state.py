@@ -19,8 +19,8 @@ from functional_ckpt.plan.manifest import (
 )
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.columns import Columns, Ints, to_column
-from functional_ckpt.spec.mesh import Sharding
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 

@@ -27,7 +27,7 @@ from functional_ckpt.plan.state import (
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.run.policy import SavePolicy
-from functional_ckpt.spec.mesh import Sharding
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.table import ShardRows, ShardTable
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange

@@ -22,7 +22,7 @@ from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import Fragment
+from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of

@@ -14,7 +14,7 @@ from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunk

@@ -13,7 +13,7 @@ import torch
 from functional_ckpt.errors import CheckpointError, DuplicateKeyError, SpecError, UnsupportedLeafError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import ShardSpec, fragments
+from functional_ckpt.spec.shard import ShardSpec, fragments
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 from functional_ckpt.torch.megatron.factory import ShardedTensorFactory
 from functional_ckpt.torch.megatron.mapping import LocalNonpersistentObject

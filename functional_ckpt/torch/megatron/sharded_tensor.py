@@ -11,8 +11,7 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.grid import fragment_shape, grid_index
-from functional_ckpt.spec.narrowing import narrow_runs
-from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets, narrow
+from functional_ckpt.spec.shard import ShardSpec, from_rank_offsets, narrow, narrow_runs
 from functional_ckpt.torch.megatron.exceptions import AxisError, NarrowError, asserting
 from functional_ckpt.torch.megatron.sharded_base import ReplicaId, ShardedBase, about
 from functional_ckpt.torch.tensors import DTYPE_NAMES

@@ -12,7 +12,7 @@ import torch
 
 from functional_ckpt.errors import ShapeError, SpecError
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import fragments
+from functional_ckpt.spec.shard import fragments
 from functional_ckpt.torch.dcp.bridge import ChunkStorageMetadata, MetadataIndex, WriteItem, chunk_of, write_item
 from functional_ckpt.torch.megatron.exceptions import LeafAssertionError, SpecAssertionError
 from functional_ckpt.torch.megatron.sharded_tensor import ShardedTensor

@@ -9,7 +9,7 @@ import attrs
 
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.run.comm import Gather, agree, together
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.torch.group.link import torch_gather
 from functional_ckpt.torch.megatron.exceptions import AlgorithmError
