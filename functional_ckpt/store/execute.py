@@ -28,6 +28,7 @@ from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
     SMALL_CHUNK_NBYTES,
+    check_chunk,
     check_digest,
     chunk_digest,
     decoding_nbytes,
@@ -51,7 +52,7 @@ from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
 from functional_ckpt.store.part import blocks_of, ranges_of, read_part
 from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 
-__all__ = ["Receipt", "content_digest", "digest_shared", "read_plan", "write_plan"]
+__all__ = ["Receipt", "check_needed", "content_digest", "digest_shared", "read_plan", "write_plan"]
 
 OnBytes = Callable[[int], None]
 
@@ -173,6 +174,17 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     for piece in _pieces(ChunkGrid(spec.shape, chunk), spec.box):
         hasher.update(as_bytes(buffer.get(spec.shape, 0, _region(spec.box, piece.box))))
     return hasher.digest()
+
+
+def check_needed(plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store) -> list[StorageError]:
+    """Return a problem for each chunk that `plan` reads from and that is missing, or has a wrong size."""
+    needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
+    for read in plan.reads:
+        entry = entries[read.key]
+        for index in entry.grid.touched(read.box):
+            needed[entry.spec.key, index] = entry
+    problems = (check_chunk(store, entry, index) for (_, index), entry in needed.items())
+    return [problem for problem in problems if problem is not None]
 
 
 def read_plan(
