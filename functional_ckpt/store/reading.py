@@ -159,9 +159,11 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
     try:
         attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]
         ours = attributes[FORMAT]
-        if ours["format"] != FORMAT or not isinstance(ours["manifest"], str):
+        if ours["format"] != FORMAT:
             raise KeyError("format")
         check_version(ours["version"])
+        if not isinstance(ours["manifest"], str):
+            raise TypeError("manifest")
         return attributes
     except (ValueError, KeyError, TypeError, RecursionError):
         raise why_not(store, root) from None
