@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, one_of, refuse, shown, whole
+from functional_ckpt.plan.field import as_int, one_of, refuse, short_repr, whole
 
 __all__ = [
     "STEP",
@@ -247,8 +247,12 @@ def _number(name: object, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None
     if number is None or not isinstance(name, str):
-        raise PolicyError("a metric is a number with a name", expected="a name and a number",
-                          found=f"{shown(name)}: {shown(value)}", remedy="Pass other facts as attributes")  # fmt: skip
+        raise PolicyError(
+            "a metric is a number with a name",
+            expected="a name and a number",
+            found=f"{short_repr(name)}: {short_repr(value)}",
+            remedy="Pass other facts as attributes",
+        )
     return number
 
 

@@ -138,13 +138,10 @@ class FileStore:
             try:
                 os.lstat(self.guard)
             except FileNotFoundError:
-                raise StorageError(
-                    "the save was abandoned or swept while this rank was writing",
-                    path=self.url,
-                    expected=f"the claim {self.guard.name}",
-                    found="none",
-                    remedy="Save again under a new path",
-                ) from None
+                what = "the save was abandoned or swept while this rank was writing"
+                expected = f"the claim {self.guard.name}"
+                remedy = "Save again under a new path"
+                raise StorageError(what, path=self.url, expected=expected, found="none", remedy=remedy) from None
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a file under another name, then link it to `name` in one step, which fails if `name` exists."""
@@ -341,9 +338,8 @@ def _read_fully(file: int, name: str, start: int, into: memoryview, each: OnBloc
         block = into[done:] if each is None else into[done : done + BLOCK_NBYTES]
         count = os.preadv(file, [block], start + done)
         if count == 0:
-            raise CorruptionError(
-                "a file is too short", path=name, expected=f"{start + len(into)} bytes", found=f"{start + done} bytes"
-            )
+            expected, found = f"{start + len(into)} bytes", f"{start + done} bytes"
+            raise CorruptionError("a file is too short", path=name, expected=expected, found=found)
         if each is not None:
             each(block[:count])
         done += count
