@@ -1,4 +1,4 @@
-"""The front door: `save`, `async_save`, `load`, `diff`. Values in, values out; the work is done behind it."""
+"""The public functions `save`, `async_save`, `load` and `diff`."""
 
 import importlib
 import os
@@ -50,7 +50,7 @@ def save(
     overwrite
         Replace the checkpoint at `path`, atomically.
     base
-        Announced: an earlier checkpoint whose unchanged chunks are referenced rather than written.
+        Not implemented yet: an earlier checkpoint whose unchanged chunks are referenced rather than written.
     attributes
         JSON values for the Zarr root, readable by every Zarr tool.
     progress
@@ -158,15 +158,18 @@ def load(
 
 
 def diff(a: str | Path, b: str | Path) -> Any:
-    """Compare two checkpoints (announced).
+    """Compare two checkpoints (not implemented yet).
 
     Raises
     ------
     NotImplementedYet
         Always, in this version.
     """
-    raise NotImplementedYet("diff comes with a later release", found=f"{a}, {b}",
-                            remedy="Compare the digests of read_manifest(a) and read_manifest(b)")  # fmt: skip
+    raise NotImplementedYet(
+        "diff comes with a later release",
+        found=f"{a}, {b}",
+        remedy="Compare the digests of read_manifest(a) and read_manifest(b)",
+    )
 
 
 def _refuse_base(base: object) -> None:
@@ -175,7 +178,7 @@ def _refuse_base(base: object) -> None:
 
 
 def named(path: object) -> str:
-    """Return what a path is called, on whatever mount.
+    """Return the last component of a path, which is equal on ranks with different mount points.
 
     Examples
     --------
@@ -195,9 +198,9 @@ def _prepared(
     attributes: Mapping[str, Any] | None,
     check: Callable[[], None],
 ) -> Prepared:
-    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for.
+    """Agree with all ranks on a save. Raise instead if an earlier save in the background failed and was not awaited.
 
-    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
+    `check` raises for a wrong argument; it runs first, in the step in which the failure of one rank reaches all.
     """
 
     def describe() -> Captured:
@@ -233,13 +236,13 @@ def gather_of(
     if "torch" not in sys.modules:
         if process_group is not None:
             raise SpecError(
-                "this is no process group",
+                "this is not a process group",
                 found=type(process_group).__name__,
                 remedy="Pass a torch process group, or an object with rank, size, all_gather",
             )
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group.link")
-    # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
+    # An argument that is not a policy is refused later, in a step in which the failure of one rank reaches all.
     timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))
 
