@@ -1,5 +1,6 @@
 """Everything that the documentation shows is run, as `tests.pages` finds it in the pages."""
 
+import inspect
 import re
 import runpy
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+import functional_ckpt
 from functional_ckpt import errors
 from tests.pages import DOCS, PAGES, ROOT, TOKEN, programs
 
@@ -128,3 +130,11 @@ def test_links_between_files_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("name", functional_ckpt.__all__)
+def test_public_functions_describe_their_parameters(name):
+    function = getattr(functional_ckpt, name)
+    if inspect.isfunction(function):
+        described = function.__doc__.partition("Parameters\n")[2].partition("\n\n")[0]
+        assert [each for each in inspect.signature(function).parameters if each not in described] == []
