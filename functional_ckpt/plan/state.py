@@ -27,6 +27,7 @@ from functional_ckpt.spec.tree import unflatten
 
 __all__ = [
     "EMPTY_TEXTS",
+    "NO_ATTRIBUTES",
     "ArrayLeaf",
     "ChunkRows",
     "CopyDigest",
@@ -41,7 +42,7 @@ __all__ = [
     "placed_leaves",
 ]
 
-_NO_ATTRIBUTES = "{}"
+NO_ATTRIBUTES = "{}"
 _PER_RANK = (
     "Wrap what differs by rank in PerRank (through torch.distributed.checkpoint: give each rank a key of its own)"
 )
@@ -92,7 +93,7 @@ class LocalState:
     shards: tuple[ShardSpec, ...] = ()
     values: tuple[ValueEntry, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
-    attributes: str = _NO_ATTRIBUTES
+    attributes: str = NO_ATTRIBUTES
     policy_text: str = ""
     table: ShardTable | None = None
     copies: tuple[CopyDigest, ...] = ()
@@ -120,7 +121,7 @@ class LocalState:
     def structure(self) -> "LocalState":
         """Return the input of planning: everything but `contents`; of values only which ones are empty containers."""
         values = tuple(v if v.text in EMPTY_TEXTS else attrs.evolve(v, text="") for v in self.values)
-        return attrs.evolve(self, values=values, attributes=_NO_ATTRIBUTES, copies=())
+        return attrs.evolve(self, values=values, attributes=NO_ATTRIBUTES, copies=())
 
     def contents(self) -> "LocalState":
         """Return what may differ from save to save: values, attributes, and the digests of copies."""
@@ -184,7 +185,7 @@ def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemE
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))
     stored = tuple(leaf for leaf in leaves if leaf.key not in tied)
-    return GlobalState(stored, aliases, values, per_rank, _NO_ATTRIBUTES), tuple(problems)
+    return GlobalState(stored, aliases, values, per_rank, NO_ATTRIBUTES), tuple(problems)
 
 
 def content_problems(parts: Sequence[Part], replicated: str = "check") -> tuple[ProblemError, ...]:
