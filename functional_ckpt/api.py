@@ -19,7 +19,7 @@ from functional_ckpt.run.policy import LoadPolicy, SavePolicy
 from functional_ckpt.run.progress import Progress, Tracker
 from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, stage, write
 
-__all__ = ["async_save", "diff", "load", "save"]
+__all__ = ["async_save", "diff", "gather_of", "load", "named", "save"]
 
 _PLANS = PlanMemory()
 
@@ -76,7 +76,7 @@ def save(
         check_save("save", state, path, policy, overwrite, attributes, progress)
 
     wait_for_all()
-    gather = _gather(process_group, policy, "save", f"save of {named(path)}")
+    gather = gather_of(process_group, policy, "save", f"save of {named(path)}")
     with turn_of(gather):
         return write(_prepared(state, path, policy, gather, overwrite, attributes, check), Tracker(progress))
 
@@ -128,13 +128,13 @@ def async_save(
     if getattr(policy, "in_flight", "wait") == "wait":  # what is no policy is refused once all ranks can hear of it
         wait_for_all()
     what = f"async_save of {named(path)}"
-    gather = _gather(process_group, policy, "async_save", what)
+    gather = gather_of(process_group, policy, "async_save", what)
     tracker = Tracker(progress)
     with turn_of(gather):
         prepared = _prepared(state, path, policy, gather, overwrite, attributes, check)
         with abandoning(prepared):
             once = prepared.site.save_id
-            background = _gather(process_group, policy, "background", what, once)
+            background = gather_of(process_group, policy, "background", what, once)
             staged = stage(prepared, background, tracker)
         return start(lambda: _written(staged, tracker), tracker, lane_of(gather))
 
@@ -184,7 +184,7 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = _gather(process_group, policy, "load", f"load of {named(path)}")
+    gather = gather_of(process_group, policy, "load", f"load of {named(path)}")
     with turn_of(gather):
         return load_tree(like, path, policy, gather, progress)
 
@@ -250,9 +250,21 @@ def _written(staged: Prepared, tracker: Tracker) -> Manifest:
         return write(staged, tracker)
 
 
-def _gather(
+def gather_of(
     process_group: Any, policy: SavePolicy | LoadPolicy, purpose: str, what: str, once: str | None = None
 ) -> Gather:
+    """Return the group of ranks that makes a call together, see `save`; `what` names the call to ranks in another one.
+
+    Raises
+    ------
+    SpecError
+        For what is no group, or one that this process is not in.
+
+    Examples
+    --------
+    >>> gather_of(None, SavePolicy(), "save", "an example").size
+    1
+    """
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:
