@@ -145,6 +145,15 @@ def test_links_between_files_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_how_a_tensor_travels_names_modules_and_functions_that_are_there():
+    named = re.findall(r"`([\w/]+\.py)`,? ?\(?((?:`\w+`(?:, )?)*)", (DOCS / "life.md").read_text())
+    assert len(named) > 20
+    for module, names in named:
+        text = (ROOT / "functional_ckpt" / module).read_text()
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^ *(def|class) {name}\b", text, re.MULTILINE), f"{module} has no {name}"
+
+
 @pytest.mark.parametrize("name", functional_ckpt.__all__)
 def test_public_functions_describe_their_parameters(name):
     function = getattr(functional_ckpt, name)
