@@ -43,7 +43,9 @@ def save(
         What this rank holds. DTensors are sharded; plain tensors and values under one key on several ranks are
         copies; `PerRank` marks values that differ by rank. Keys are paths joined by dots.
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint. The same on all ranks.
+    policy
+        How to save: layout, durability, memory, what to do with objects; see `SavePolicy`.
     process_group
         Ranks that save together: a torch process group, any `Gather`, or None for the default group if
         ``torch.distributed`` is initialised, else this process alone.
@@ -92,8 +94,18 @@ def async_save(
 ) -> PendingSave:
     """Save in the background; returns when the state may be changed again, that is when it is copied to the host.
 
-    Arguments as for `save`. Saves of one process run one after the other; while one runs the next waits here, so that
-    no more than one copy is held, unless `SavePolicy.in_flight` says otherwise.
+    Saves of one process run one after the other. While one runs, the next waits here, so that no more than one copy is
+    held, unless `SavePolicy.in_flight` says otherwise.
+
+    Parameters
+    ----------
+    state, path, policy, process_group, overwrite, base, attributes, progress
+        As for `save`.
+
+    Returns
+    -------
+    PendingSave
+        Its ``result()`` waits for the save and raises its error. The save is published without that call, too.
 
     Raises
     ------
@@ -137,8 +149,28 @@ def load(
 ) -> Any:
     """Load a checkpoint into a tree shaped as `like`, under any layout.
 
-    Leaves that hold memory (tensors, DTensors, numpy arrays) are filled in place and returned; meta tensors and
-    specs are allocated; plain values are replaced by the stored ones.
+    All ranks call it together.
+
+    Parameters
+    ----------
+    like
+        What this rank wants, as a tree of dicts and lists. Leaves that hold memory (tensors, DTensors, numpy arrays,
+        `LocalShards`) are filled in place and returned. Meta tensors and specs are allocated. Plain values are replaced
+        by the stored ones, also where `like` holds None.
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of a committed checkpoint.
+    policy
+        Which keys to load and under which names, whether data types and shapes may change, what is checked, how
+        values per rank are dealt; see `LoadPolicy`.
+    process_group
+        Ranks that load together, as for `save`. They need not be those that saved.
+    progress
+        Called from working threads with a `Progress`.
+
+    Returns
+    -------
+    Any
+        A tree of the same form as `like`. Leaves that `policy` does not select are those of `like`.
 
     Raises
     ------
@@ -159,6 +191,11 @@ def load(
 
 def diff(a: str | Path, b: str | Path) -> Any:
     """Compare two checkpoints (not implemented yet).
+
+    Parameters
+    ----------
+    a, b
+        Paths or URLs of two checkpoints.
 
     Raises
     ------

@@ -34,6 +34,11 @@ _BUDGET_NBYTES = 2**30
 def read_manifest(path: str | Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked against the digest in its root.
 
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+
     Raises
     ------
     NotACheckpointError
@@ -203,6 +208,13 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     """Read every chunk and compare it with its digest, and root and every array's metadata with the manifest.
 
     Problems of root and arrays are returned, not raised.
+
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+    on_bytes
+        Called from working threads with the number of bytes that were just read and compared.
 
     Raises
     ------
