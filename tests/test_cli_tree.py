@@ -10,7 +10,7 @@ import pytest
 import functional_ckpt as fc
 from functional_ckpt.cli import main, tables
 from functional_ckpt.cli.screen import Screen, columns
-from functional_ckpt.plan.outline import Leaf, folded, leaves_of, outline
+from functional_ckpt.plan.outline import Leaf, folded, outline, outline_of
 
 FAST = fc.SavePolicy(durability="none")
 
@@ -34,8 +34,7 @@ def run(capsys, *words):
 
 
 def lines_of(checkpoint, screen, depth=None, is_whole=False):
-    manifest = fc.read_manifest(checkpoint)
-    root = outline(leaves_of(manifest.arrays, manifest.values, manifest.aliases))
+    root = outline_of(fc.read_manifest(checkpoint))
     return "\n".join(line.rstrip() for line in tables.tree(screen, root, depth, is_whole)) + "\n"
 
 
@@ -113,8 +112,7 @@ def test_json_has_sums_for_every_branch_and_nothing_folded(capsys, checkpoint):
 
 
 def test_folding_keeps_every_sum(checkpoint):
-    manifest = fc.read_manifest(checkpoint)
-    root = outline(leaves_of(manifest.arrays, manifest.values, manifest.aliases))
+    root = outline_of(fc.read_manifest(checkpoint))
 
     def check(branch):
         if branch.children and branch.leaf is None:

@@ -12,7 +12,7 @@ import numpy as np
 from functional_ckpt.cli.content import Index, corner, histogram, moments, picked
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError, raise_problems
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
-from functional_ckpt.plan.outline import Branch, leaves_of, outline
+from functional_ckpt.plan.outline import Branch, outline_of
 from functional_ckpt.plan.prefixes import prefixes_of
 from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
 from functional_ckpt.spec.tree import has_prefix
@@ -67,7 +67,7 @@ def tree(checkpoint: Checkpoint, prefixes: Sequence[str] = ()) -> Branch:
     """
     manifest = checkpoint.manifest
     check_prefixes(manifest, prefixes)
-    return outline(leaves_of(manifest.arrays, manifest.values, manifest.aliases, prefixes))
+    return outline_of(manifest, prefixes)
 
 
 def branches(branch: Branch, depth: int | None = None) -> Facts:

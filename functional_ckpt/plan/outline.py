@@ -8,11 +8,13 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.plan.text import count, short, shown
+from functional_ckpt.plan.text import count, short, shown, size
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["Branch", "Leaf", "depth_for", "folded", "leaves_of", "natural", "outline"]
+__all__ = ["Branch", "Leaf", "depth_for", "folded", "natural", "outline", "outline_of"]
 
+#: What lies deeper is one name: nobody nests so deep, but a file may say so.
+_DEEPEST = 60
 _NUMBER = re.compile(r"([0-9]+)")
 
 
@@ -49,6 +51,13 @@ class Branch:
     dtypes: tuple[str, ...]
     kind: int
     times: int = 1
+
+    @property
+    def summary(self) -> str:
+        """All that it holds, in words: how many arrays, parameters, bytes, chunks and values."""
+        stored = f"{size(self.nbytes)} in {count(self.chunks, 'chunk')}"
+        facts = [count(self.arrays, "array"), count(self.parameters, "parameter"), stored]
+        return ", ".join([*facts, count(self.values, "value")] if self.values else facts)
 
     @property
     def what(self) -> str:
@@ -90,15 +99,16 @@ class _Node:
         self.below: dict[str, _Node] = {}
 
 
-def leaves_of(
-    arrays: Iterable[Any], values: Iterable[Any], aliases: Iterable[Any], prefixes: Sequence[str] = ()
-) -> Iterator[Leaf]:
-    """Yield a leaf for each entry of a manifest; with `prefixes`, of those under one of them."""
+def outline_of(manifest: Any, prefixes: Sequence[str] = ()) -> Branch:
+    """Return the tree of a `Manifest`; with `prefixes`, of what is under one of them."""
+    return outline(_leaves(manifest, prefixes))
 
+
+def _leaves(manifest: Any, prefixes: Sequence[str]) -> Iterator[Leaf]:
     def is_wanted(key: str) -> bool:
         return not prefixes or any(has_prefix(key, prefix) for prefix in prefixes)
 
-    for entry in arrays:
+    for entry in manifest.arrays:
         spec = entry.spec
         if not is_wanted(spec.key):
             continue
@@ -107,10 +117,10 @@ def leaves_of(
         else:
             what = f"{spec.dtype} {list(spec.shape)}"
             yield Leaf(spec.key, what, prod(spec.shape), spec.nbytes, entry.grid.size, True, spec.dtype)
-    for value in values:
+    for value in manifest.values:
         if is_wanted(value.key):
             yield Leaf(value.key, short(shown(json.loads(value.text))))
-    for alias in aliases:
+    for alias in manifest.aliases:
         if is_wanted(alias.key):
             yield Leaf(alias.key, f"= {alias.target}")
 
@@ -127,7 +137,7 @@ def outline(leaves: Iterable[Leaf]) -> Branch:
     root = _Node()
     for leaf in leaves:
         node = root
-        for part in leaf.key.split("."):
+        for part in leaf.key.split(".", _DEEPEST):
             node = node.below.setdefault(part, _Node())
         node.leaf = leaf
     return _branch("", None, root, {})
