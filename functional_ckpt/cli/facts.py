@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -146,9 +146,9 @@ def _content(array: StoredArray, index: Index | None) -> Facts:
     return found | ({"corner": corner(array)} if index is None else {"slice": chosen})
 
 
-def verification(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Facts:
+def verification(checkpoint: Checkpoint) -> Facts:
     """Return what reading every chunk has shown."""
-    report = verify(checkpoint.url, on_bytes)
+    report = verify(checkpoint.url)
     return {
         "path": checkpoint.url,
         "ok": report.ok,
