@@ -19,8 +19,10 @@ from functional_ckpt.lazy import getattr_of
 if TYPE_CHECKING:
     from functional_ckpt import errors
     from functional_ckpt.api import async_save, diff, load, save
+    from functional_ckpt.manager import Checkpoints
     from functional_ckpt.plan.layout import LayoutPolicy
     from functional_ckpt.plan.manifest import Manifest
+    from functional_ckpt.plan.retention import KeepBest, KeepEvery, KeepLast, StepInfo
     from functional_ckpt.run.checkpoint import Checkpoint, StoredArray, open_checkpoint
     from functional_ckpt.run.leaves import LocalShards, PerRank
     from functional_ckpt.run.pending import PendingSave
@@ -45,8 +47,13 @@ _MODULES = {
     "LocalShards": "run.leaves",
     "PerRank": "run.leaves",
     "PendingSave": "run.pending",
+    "Checkpoints": "manager",
     "LayoutPolicy": "plan.layout",
     "Manifest": "plan.manifest",
+    "KeepBest": "plan.retention",
+    "KeepEvery": "plan.retention",
+    "KeepLast": "plan.retention",
+    "StepInfo": "plan.retention",
     "LoadPolicy": "run.policy",
     "SavePolicy": "run.policy",
     "Strict": "run.policy",
@@ -67,7 +74,11 @@ __all__ = [
     "ArraySpec",
     "Box",
     "Checkpoint",
+    "Checkpoints",
     "Fragment",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
     "LayoutPolicy",
     "LoadPolicy",
     "LocalShards",
@@ -78,6 +89,7 @@ __all__ = [
     "Progress",
     "SavePolicy",
     "ShardSpec",
+    "StepInfo",
     "StoredArray",
     "Strict",
     "VerifyReport",

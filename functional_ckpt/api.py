@@ -21,7 +21,7 @@ from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, s
 from functional_ckpt.run.timed import timed
 from functional_ckpt.store.display import displayed
 
-__all__ = ["async_save", "diff", "load", "save"]
+__all__ = ["async_save", "diff", "gather_of", "load", "named", "save"]
 
 _PLANS = PlanMemory()
 
@@ -77,7 +77,7 @@ def save(
 
     wait_for_all()
     tracker = Tracker(progress)
-    gather = timed(_gather(process_group, policy, "save", f"save of {named(path)}"), tracker)
+    gather = timed(gather_of(process_group, policy, "save", f"save of {named(path)}"), tracker)
     shown = displayed(f"saving {named(path)}", tracker.count, gather.rank == 0, progress is None)
     with shown, turn_of(gather):
         return write(_prepared(state, path, policy, gather, overwrite, attributes, check), tracker)
@@ -121,12 +121,12 @@ def async_save(
         wait_for_all()
     what = f"async_save of {named(path)}"
     tracker = Tracker(progress)
-    gather = timed(_gather(process_group, policy, "async_save", what), tracker)
+    gather = timed(gather_of(process_group, policy, "async_save", what), tracker)
     with turn_of(gather):
         prepared = _prepared(state, path, policy, gather, overwrite, attributes, check)
         with abandoning(prepared):
             once = prepared.site.save_id
-            background = timed(_gather(process_group, policy, "background", what, once), tracker)
+            background = timed(gather_of(process_group, policy, "background", what, once), tracker)
             staged = stage(prepared, background, tracker)
         tracker.time("wait")  # for its turn
         return start(lambda: _written(staged, tracker, named(path)), tracker, lane_of(gather))
@@ -158,7 +158,7 @@ def load(
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
     tracker = Tracker(progress)
-    gather = timed(_gather(process_group, policy, "load", f"load of {named(path)}"), tracker)
+    gather = timed(gather_of(process_group, policy, "load", f"load of {named(path)}"), tracker)
     shown = displayed(f"loading {named(path)}", tracker.count, gather.rank == 0, progress is None)
     with shown, turn_of(gather):
         return load_tree(like, path, policy, gather, tracker)
@@ -221,9 +221,21 @@ def _written(staged: Prepared, tracker: Tracker, name: str) -> Manifest:
         return write(staged, tracker)
 
 
-def _gather(
+def gather_of(
     process_group: Any, policy: SavePolicy | LoadPolicy, purpose: str, what: str, once: str | None = None
 ) -> Gather:
+    """Return the group of ranks that makes a call together, see `save`; `what` names the call to ranks in another one.
+
+    Raises
+    ------
+    SpecError
+        For what is no group, or one that this process is not in.
+
+    Examples
+    --------
+    >>> gather_of(None, SavePolicy(), "save", "an example").size
+    1
+    """
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:

@@ -84,7 +84,7 @@ def test_ls_prefix_selects_keys(capsys, checkpoint):
 @pytest.mark.parametrize("command", ["ls", "tree"])
 def test_a_prefix_that_no_key_has_is_a_problem(capsys, checkpoint, command):
     """As that of `LoadPolicy(keys=...)`: it ends at a dot, and a misspelt one does not mean nothing."""
-    for prefix, hint in (("modle", "Did you mean 'model'?"), ("mod", "model"), ("model.*", "It is no pattern")):
+    for prefix, hint in (("modle", "Did you mean 'model'?"), ("mod", "model"), ("model.*", "not a pattern")):
         status, out, err = run(capsys, command, checkpoint, "--prefix", "step", "--prefix", prefix)
         assert (status, out) == (1, "")
         assert err.startswith("functional-ckpt: no key has this prefix")
