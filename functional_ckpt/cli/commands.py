@@ -3,12 +3,13 @@
 import argparse
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from functional_ckpt.cli.screen import Screen, write
 from functional_ckpt.errors import NotACheckpointError
 
-__all__ = ["ls", "show", "tree", "verify"]
+__all__ = ["chart", "ls", "show", "tree", "verify"]
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -49,6 +50,21 @@ def show(arguments: argparse.Namespace) -> int:
         return _print(arguments, found, lambda screen: tables.header(screen, found))
     leaf = facts.leaf(checkpoint, arguments.key, arguments.slice)
     return _print(arguments, leaf, lambda screen: tables.leaf(screen, leaf))
+
+
+def chart(arguments: argparse.Namespace) -> int:
+    """Draw how an array was cut, and who wrote what."""
+    from functional_ckpt.cli import chart as charts
+
+    found = charts.chart(_opened(arguments.path), arguments.key)
+    if arguments.svg is None:
+        return _print(arguments, found, lambda screen: charts.chart_lines(screen, found))
+    figure = charts.chart_svg(found)
+    if arguments.svg == "-":
+        write(figure.splitlines())
+    else:
+        Path(arguments.svg).write_text(figure, "utf-8")
+    return 0
 
 
 def verify(arguments: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import verify
 
 __all__ = [
-    "branches", "check_prefixes", "header", "leaf", "listing", "number_of", "provenance_of", "tree",
+    "branches", "check_prefixes", "header", "key_problem", "leaf", "listing", "number_of", "provenance_of", "tree",
     "verification",
 ]  # fmt: skip
 
@@ -130,7 +130,7 @@ def leaf(checkpoint: Checkpoint, key: str, index: Index | None = None) -> Facts:
         if value.key == key:
             return {"key": key, "kind": "value", "value": json.loads(value.text)}
     if key not in checkpoint:
-        raise KeyMismatchError("the checkpoint has no such key", key, remedy=_hint(manifest, key))
+        raise key_problem(manifest, key)
     array = checkpoint[key]
     return {"kind": "array", **_array(array.entry), **_stored(checkpoint, array), "key": key, **_content(array, index)}
 
@@ -225,6 +225,13 @@ def _finite(text: str) -> float:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def key_problem(manifest: Manifest, key: str) -> KeyMismatchError:
+    """Return what is wrong with a key that nothing, or no array, has."""
+    if any(value.key == key for value in manifest.values):
+        return KeyMismatchError("this is a plain value, no array", key, remedy="Look at it with functional-ckpt show")
+    return KeyMismatchError("the checkpoint has no such key", key, remedy=_hint(manifest, key))
 
 
 def _keys(manifest: Manifest) -> list[str]:

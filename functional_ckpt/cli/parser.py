@@ -30,6 +30,11 @@ def make_parser() -> argparse.ArgumentParser:
     show = _command(found, "show", commands.show, "describe a checkpoint, or the array or value under KEY")
     show.add_argument("key", metavar="KEY", nargs="?", help="for an array this reads it, to sum up what it holds")
     show.add_argument("--slice", type=_index, metavar="INDEX", help="print these elements, such as '0, :10, -1'")
+    chart = _command(found, "map", commands.chart, "draw how an array was cut into chunks, and which rank wrote which")
+    chart.add_argument("key", metavar="KEY", help="key of an array")
+    chart.add_argument(
+        "--svg", metavar="FILE", nargs="?", const="-", help="draw a figure (to standard output, without FILE)"
+    )
     _command(found, "verify", commands.verify, "read every chunk and compare it with its digest")
     return parser
 

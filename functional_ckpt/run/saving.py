@@ -32,6 +32,7 @@ from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
+from functional_ckpt.plan.writers import writers_to
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, LocalGather, agree, together
 from functional_ckpt.run.planning import Agreed, PlanMemory, Planner
@@ -338,6 +339,8 @@ def _check_presence(store: Store, manifest: Manifest, receipt: Receipt) -> None:
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
     names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
+    chunks = _all_chunks(prepared.arrays, receipts)
+    ranks = np.repeat(np.arange(len(receipts)), [len(receipt.chunks) for receipt in receipts])
     return {
         "save_id": prepared.site.save_id,
         "started": prepared.started,
@@ -353,6 +356,7 @@ def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
             }
             for r in receipts
         ],
+        "writers": writers_to(prepared.arrays, chunks.array, chunks.chunk, ranks),
     }
 
 
