@@ -32,9 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("--slice", type=_index, metavar="INDEX", help="print these elements, such as '0, :10, -1'")
     chart = _command(found, "map", commands.chart, "draw how an array was cut into chunks, and which rank wrote which")
     chart.add_argument("key", metavar="KEY", help="key of an array")
-    chart.add_argument(
-        "--svg", metavar="FILE", nargs="?", const="-", help="draw a figure (to standard output, without FILE)"
-    )
+    chart.add_argument("--svg", metavar="FILE", nargs="?", const="-", help="draw a figure, to FILE or standard output")
     _command(found, "verify", commands.verify, "read every chunk and compare it with its digest")
     return parser
 
