@@ -1,6 +1,6 @@
 """The structure and values of one rank's state, and of all ranks merged: the input of planning and of the manifest."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -19,8 +19,7 @@ from functional_ckpt.plan.manifest import (
 )
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.columns import Columns, Ints, to_column
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
-from functional_ckpt.spec.placement import Replicate
+from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
@@ -39,7 +38,6 @@ __all__ = [
     "filled",
     "is_per_rank",
     "merge_structures",
-    "placed_leaves",
 ]
 
 NO_ATTRIBUTES = "{}"
@@ -219,27 +217,6 @@ def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
     raise_problems(SpecError("no rank has sent the value of a key", key) for key in unknown)
     values = tuple(attrs.evolve(value, text=texts[value.key]) for value in structure.values)
     return attrs.evolve(structure, values=values, attributes=parts[0][1].attributes)
-
-
-def placed_leaves(
-    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str]
-) -> list[ShardSpec | PlacedArray]:
-    """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.
-
-    Keys in `tied` are left out.
-    """
-    skipped = {*tied}
-    everywhere = Sharding(Mesh.line(size), (Replicate(),))
-    items: list[ShardSpec | PlacedArray] = [
-        PlacedArray(leaf.spec, leaf.sharding or everywhere)
-        for leaf in common.arrays
-        if leaf.key not in skipped and (leaf.is_copy or leaf.sharding is not None)
-    ]
-    items += [shard for shard in common.shards if shard.key not in skipped]
-    for rank, own in owns:
-        here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
-        items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
-    return items
 
 
 @attrs.frozen(eq=False)

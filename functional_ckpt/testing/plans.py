@@ -1,5 +1,7 @@
-"""Strategies for policies and manifests."""
+"""Strategies for policies, manifests, and worlds of regular grids, in which ranks can plan alone."""
 
+from itertools import product
+from operator import mul
 from typing import Any
 
 import attrs
@@ -20,10 +22,15 @@ from functional_ckpt.plan.manifest import (
 )
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import ShardSpec, World, from_rank_offsets
 from functional_ckpt.spec.tree import DictKey
-from functional_ckpt.testing.shardings import array_specs, keys
+from functional_ckpt.testing.regions import shapes
+from functional_ckpt.testing.shardings import array_specs, dtypes, keys
 
-__all__ = ["json_values", "layout_policies", "manifests", "moving_policies", "policies"]
+__all__ = [
+    "json_values", "layout_policies", "manifests", "moving_policies", "policies", "regular_shards", "regular_worlds",
+]  # fmt: skip
 
 _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 
@@ -146,6 +153,65 @@ def manifests(draw: DrawFn) -> Manifest:
         ),
         canonical(draw(st.dictionaries(st.text(max_size=3), json_values(), max_size=2))),
     )
+
+
+@st.composite
+def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[ShardSpec, ...]:
+    """Generate all cells of a regular grid, row-major, each made by `from_rank_offsets` and none empty.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> [shard.box.start for shard in find(regular_shards(), lambda grid: len(grid) == 2)]
+    [(0,), (1,)]
+    """
+    local = draw(shapes(max_rank, 4, min_side=1))
+    parts = [draw(st.integers(1, 3)) for _ in local]
+    dtype = draw(dtypes())
+    prepended = draw(st.integers(0, next((i for i, n in enumerate(local) if n > 1), len(local))))
+    cells = product(*map(range, parts))
+    return tuple(
+        from_rank_offsets(
+            key, dtype, local[prepended:],
+            *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
+            prepend_axes=prepended,
+        )
+        for cell in cells
+    )  # fmt: skip
+
+
+@st.composite
+def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
+    """Generate worlds in which each rank holds a block of cells of every grid, so that ranks can plan by themselves.
+
+    All cells have equally many copies, one of them main.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> [len(shards) for shards in find(regular_worlds(), lambda world: len(world.ranks[0]) == 2).ranks]
+    [2]
+    """
+    ranks = draw(st.integers(1, max_ranks))
+    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
+    for number in range(draw(st.integers(1, max_arrays))):
+        local = draw(shapes(3, 4, min_side=1))
+        copies, ways = ranks, []
+        for _ in local:
+            ways.append(draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0])))
+            copies //= ways[-1]
+        each = [draw(st.integers(1, 2)) for _ in local]
+        grid = tuple(map(mul, ways, each))
+        array = ArraySpec(f"w{number}", tuple(map(mul, grid, local)), draw(dtypes()))
+        holders = iter(draw(st.permutations([*range(ranks)])))
+        ids = draw(st.permutations([*range(copies)]))
+        for index in product(*map(range, ways)):
+            for replica in ids:
+                rank = next(holders)
+                cells = product(*(range(i * n, (i + 1) * n) for i, n in zip(index, each, strict=True)))
+                boxes = (Box.from_shape(local, tuple(map(mul, cell, local))) for cell in cells)
+                held[rank] += [ShardSpec(array, box, replica, None, grid) for box in boxes]
+    return World(held)
 
 
 @st.composite

@@ -24,7 +24,6 @@ from functional_ckpt.spec.sharding import (
     ShardSpec,
     World,
     fragments,
-    from_rank_offsets,
 )
 from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 from functional_ckpt.testing.regions import (
@@ -38,7 +37,7 @@ from functional_ckpt.testing.regions import (
 
 __all__ = [
     "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_arrays",
-    "placed_worlds", "placements", "regular_shards", "regular_worlds", "replica_ids", "scattered", "shardings",
+    "placed_worlds", "placements", "replica_ids", "scattered", "shardings",
     "shards", "worlds",
 ]  # fmt: skip
 
@@ -348,49 +347,4 @@ def worlds(draw: DrawFn, max_arrays: int = 3, max_ranks: int = 4) -> World:
     for world in several:
         for rank, part in enumerate(world.ranks):
             held[rank] += part
-    return World(held)
-
-
-@st.composite
-def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[ShardSpec, ...]:
-    """Generate all cells of a regular grid, row-major, each made by `from_rank_offsets` and none empty.
-
-    Examples
-    --------
-    >>> from hypothesis import find
-    >>> [shard.box.start for shard in find(regular_shards(), lambda grid: len(grid) == 2)]
-    [(0,), (1,)]
-    """
-    local = draw(shapes(max_rank, 4, min_side=1))
-    parts = [draw(st.integers(1, 3)) for _ in local]
-    dtype = draw(dtypes())
-    prepended = draw(st.integers(0, next((i for i, n in enumerate(local) if n > 1), len(local))))
-    cells = product(*map(range, parts))
-    return tuple(
-        from_rank_offsets(
-            key, dtype, local[prepended:],
-            *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
-            prepend_axes=prepended,
-        )
-        for cell in cells
-    )  # fmt: skip
-
-
-@st.composite
-def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
-    """Generate worlds in which every shard knows its regular grid, so that ranks can plan by themselves.
-
-    Examples
-    --------
-    >>> from hypothesis import find
-    >>> find(regular_worlds(), lambda world: world.size == 2).size
-    2
-    """
-    ranks = draw(st.integers(1, max_ranks))
-    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
-    for number in range(draw(st.integers(1, max_arrays))):
-        for shard in draw(regular_shards(f"w{number}")):
-            for replica in range(draw(st.integers(1, 2))):
-                copy = ShardSpec(shard.array, shard.box, replica, None, shard.grid)
-                held[draw(st.integers(0, ranks - 1))].append(copy)
     return World(held)
