@@ -30,7 +30,8 @@ def checkpoint(tmp_path, piece):
         block = fc.Box((r // 2 * 8, r % 2 * 8), (r // 2 * 8 + 8, r % 2 * 8 + 8))
         state = {
             "w": piece(w, block), "v": piece(v, fc.Box((r * 10 - (r > 0),), (r * 10 + 9 + (r == 3),))),
-            "e": piece(e, fc.Box((r * 2, 0, 0), (r * 2 + 2, 4, 4))), "one": np.ones(3), "none": np.zeros((0, 2)), "x": 1,
+            "e": piece(e, fc.Box((r * 2, 0, 0), (r * 2 + 2, 4, 4))),
+            "one": np.ones(3), "none": np.zeros((0, 2)), "x": 1,
         }  # fmt: skip
         fc.save(state, tmp_path / "c", policy=POLICY, process_group=gather)
 
