@@ -18,6 +18,8 @@ from functional_ckpt.run.planning import PlanMemory
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
 from functional_ckpt.run.progress import Progress, Tracker
 from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, stage, write
+from functional_ckpt.run.timed import timed
+from functional_ckpt.store.display import displayed
 
 __all__ = ["async_save", "diff", "gather_of", "load", "named", "save"]
 
@@ -76,9 +78,11 @@ def save(
         check_save("save", state, path, policy, overwrite, attributes, progress)
 
     wait_for_all()
-    gather = gather_of(process_group, policy, "save", f"save of {named(path)}")
-    with turn_of(gather):
-        return write(_prepared(state, path, policy, gather, overwrite, attributes, check), Tracker(progress))
+    tracker = Tracker(progress)
+    gather = timed(gather_of(process_group, policy, "save", f"save of {named(path)}"), tracker)
+    shown = displayed(f"saving {named(path)}", tracker.count, gather.rank == 0, progress is None)
+    with shown, turn_of(gather):
+        return write(_prepared(state, path, policy, gather, overwrite, attributes, check), tracker)
 
 
 def async_save(
@@ -128,15 +132,16 @@ def async_save(
     if getattr(policy, "in_flight", "wait") == "wait":  # what is no policy is refused once all ranks can hear of it
         wait_for_all()
     what = f"async_save of {named(path)}"
-    gather = gather_of(process_group, policy, "async_save", what)
     tracker = Tracker(progress)
+    gather = timed(gather_of(process_group, policy, "async_save", what), tracker)
     with turn_of(gather):
         prepared = _prepared(state, path, policy, gather, overwrite, attributes, check)
         with abandoning(prepared):
             once = prepared.site.save_id
-            background = gather_of(process_group, policy, "background", what, once)
+            background = timed(gather_of(process_group, policy, "background", what, once), tracker)
             staged = stage(prepared, background, tracker)
-        return start(lambda: _written(staged, tracker), tracker, lane_of(gather))
+        tracker.time("wait")  # for its turn
+        return start(lambda: _written(staged, tracker, named(path)), tracker, lane_of(gather))
 
 
 def load(
@@ -184,9 +189,11 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = gather_of(process_group, policy, "load", f"load of {named(path)}")
-    with turn_of(gather):
-        return load_tree(like, path, policy, gather, progress)
+    tracker = Tracker(progress)
+    gather = timed(gather_of(process_group, policy, "load", f"load of {named(path)}"), tracker)
+    shown = displayed(f"loading {named(path)}", tracker.count, gather.rank == 0, progress is None)
+    with shown, turn_of(gather):
+        return load_tree(like, path, policy, gather, tracker)
 
 
 def diff(a: str | Path, b: str | Path) -> Any:
@@ -248,8 +255,9 @@ def _prepared(
     return prepare_captured(describe, path, policy, gather, overwrite, _PLANS)
 
 
-def _written(staged: Prepared, tracker: Tracker) -> Manifest:
-    with turn_of(staged.gather):
+def _written(staged: Prepared, tracker: Tracker, name: str) -> Manifest:
+    # No bar: the program goes on meanwhile, and prints.
+    with displayed(f"saving {name}", tracker.count, staged.gather.rank == 0, bar=False), turn_of(staged.gather):
         return write(staged, tracker)
 
 

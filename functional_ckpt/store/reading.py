@@ -21,6 +21,7 @@ from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest,
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
+from functional_ckpt.store.display import Count, displayed
 from functional_ckpt.store.encoding import array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
@@ -227,7 +228,18 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     store, manifest = opened.store, opened.manifest
     work = [Work(0, lambda: _root_problem(store, manifest), 0)]
     work += [w for entry in manifest.arrays for w in _checks(store, entry)]
-    found = run_all(work, _BUDGET_NBYTES, on_bytes)
+    done: list[int] = []
+
+    def count(nbytes: int) -> None:
+        done.append(nbytes)
+        if on_bytes is not None:
+            on_bytes(nbytes)
+
+    def now() -> Count:
+        return Count("read", sum(done), manifest.nbytes)
+
+    with displayed(f"verifying {store.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
+        found = run_all(work, _BUDGET_NBYTES, count)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()
