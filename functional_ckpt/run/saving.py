@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -32,11 +32,13 @@ from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
+from functional_ckpt.plan.writers import writers_to
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, LocalGather, agree, together
 from functional_ckpt.run.planning import Agreed, PlanMemory, Planner
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.progress import Tracker
+from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.chunk import check_chunk
@@ -179,7 +181,7 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         tracker.enter("done")
     except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
         warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
-    return written.manifest
+    return attrs.evolve(written.manifest, timings=tracker.timings)
 
 
 def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
@@ -188,7 +190,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     mine = prepared.mine
     with abandoning(prepared):
         guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
-        store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
+        opened = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
+    store = cast("Store", TimedStore(opened, tracker))
     budget = prepared.policy.budget_nbytes
 
     exchange = gather if isinstance(gather, Exchange) else None
@@ -336,6 +339,8 @@ def _check_presence(store: Store, manifest: Manifest, receipt: Receipt) -> None:
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
     names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
+    chunks = _all_chunks(prepared.arrays, receipts)
+    ranks = np.repeat(np.arange(len(receipts)), [len(receipt.chunks) for receipt in receipts])
     return {
         "save_id": prepared.site.save_id,
         "started": prepared.started,
@@ -351,6 +356,7 @@ def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
             }
             for r in receipts
         ],
+        "writers": writers_to(prepared.arrays, chunks.array, chunks.chunk, ranks),
     }
 
 

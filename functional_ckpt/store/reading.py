@@ -21,6 +21,7 @@ from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest,
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
+from functional_ckpt.store.display import Count, displayed
 from functional_ckpt.store.encoding import array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
@@ -33,6 +34,11 @@ _BUDGET_NBYTES = 2**30
 
 def read_manifest(path: str | Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked against the digest in its root.
+
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
 
     Raises
     ------
@@ -164,9 +170,11 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
     try:
         attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]
         ours = attributes[FORMAT]
-        if ours["format"] != FORMAT or not isinstance(ours["manifest"], str):
+        if ours["format"] != FORMAT:
             raise KeyError("format")
         check_version(ours["version"])
+        if not isinstance(ours["manifest"], str):
+            raise TypeError("manifest")
         return attributes
     except (ValueError, KeyError, TypeError, RecursionError):
         raise why_not(store, root) from None
@@ -202,6 +210,13 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
 
     Problems of root and arrays are returned, not raised.
 
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+    on_bytes
+        Called from working threads with the number of bytes that were just read and compared.
+
     Raises
     ------
     NotACheckpointError, CorruptionError
@@ -213,7 +228,18 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     store, manifest = opened.store, opened.manifest
     work = [Work(0, lambda: _root_problem(store, manifest), 0)]
     work += [w for entry in manifest.arrays for w in _checks(store, entry)]
-    found = run_all(work, _BUDGET_NBYTES, on_bytes)
+    done: list[int] = []
+
+    def count(nbytes: int) -> None:
+        done.append(nbytes)
+        if on_bytes is not None:
+            on_bytes(nbytes)
+
+    def now() -> Count:
+        return Count("read", sum(done), manifest.nbytes)
+
+    with displayed(f"verifying {store.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
+        found = run_all(work, _BUDGET_NBYTES, count)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()

@@ -37,6 +37,11 @@ def sweep(path: str | Path) -> tuple[str, ...]:
     directory that a save in ``marker`` mode left without a root, its arrays. Committed checkpoints, live saves and
     foreign files stay.
 
+    Parameters
+    ----------
+    path
+        The directory that holds the checkpoints, or one that a save in ``marker`` mode wrote into.
+
     Warns
     -----
     CheckpointWarning
