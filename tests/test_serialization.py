@@ -259,7 +259,7 @@ def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(NotACheckpointError, match="not a distributed checkpoint"):
         load({}, tmp_path)
     (tmp_path / "metadata.json").write_text("{")
-    with pytest.raises(functional_ckpt.errors.CorruptionError, match="metadata.json is damaged"):
+    with pytest.raises(functional_ckpt.errors.CorruptionError, match=r"metadata\.json is damaged"):
         load({}, tmp_path)
 
 
