@@ -34,6 +34,10 @@ def make_parser() -> argparse.ArgumentParser:
     chart.add_argument("key", metavar="KEY", help="key of an array")
     chart.add_argument("--svg", metavar="FILE", nargs="?", const="-", help="draw a figure, to FILE or standard output")
     _command(found, "verify", commands.verify, "read every chunk and compare it with its digest")
+    rm = _command(found, "rm", commands.rm, "remove checkpoints; files of others, and what is pinned, stay", "paths")
+    rm.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
+    rm.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    _command(found, "sweep", commands.sweep, "remove what saves that died have left in a directory of checkpoints")
     return parser
 
 
@@ -44,11 +48,12 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _command(found: Any, name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+def _command(found: Any, name: str, run: Callable[..., int], text: str, path: str = "path") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = found.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG
     )
-    parser.add_argument("path", metavar="PATH", help="directory or URL of a checkpoint")
+    several = {"nargs": "+"} if path == "paths" else {}
+    parser.add_argument(path, metavar="PATH", help="directory or URL of a checkpoint", **several)  # type: ignore[arg-type]
     parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
     parser.set_defaults(run=run)
     return parser
