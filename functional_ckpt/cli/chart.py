@@ -141,7 +141,7 @@ class _Plane:
         counts = [1] * (2 - len(self.axes)) + [grid[axis] for axis in self.axes]
         self.rows, self.columns = range(counts[0]), range(counts[1])
         self._ndim = len(grid)
-        self._chunks = {tuple(chunk["index"]): chunk for chunk in found["chunks"]}
+        self._chunks: dict[tuple[int, ...], Facts] = {tuple(chunk["index"]): chunk for chunk in found["chunks"]}
 
     def at(self, row: int, column: int) -> Facts:
         """Return the chunk in a row and column."""

@@ -11,7 +11,7 @@ from functional_ckpt.cli.screen import Screen, write
 from functional_ckpt.errors import NotACheckpointError
 from functional_ckpt.plan.text import clean, size
 
-__all__ = ["chart", "ls", "rm", "show", "sweep", "tree", "verify"]
+__all__ = ["chart", "completion", "ls", "rm", "show", "sweep", "tree", "verify"]
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -106,6 +106,14 @@ def sweep(arguments: argparse.Namespace) -> int:
     for text in found["left"]:
         print(f"functional-ckpt: {clean(text)}", file=sys.stderr)
     return _print(arguments, found, lambda _: lines)
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print a shell's script."""
+    from functional_ckpt.cli.completion import SCRIPTS
+
+    write(SCRIPTS[arguments.shell].splitlines())
+    return 0
 
 
 def _opened(path: str) -> Any:
