@@ -11,7 +11,7 @@ Examples
 """
 
 import importlib
-import threading  # noqa: F401 - imported for the first time at exit, it does not know that no thread is waited for
+import threading  # noqa: F401 - if it is first imported at exit, the interpreter does not wait for threads
 from typing import TYPE_CHECKING, Any
 
 from functional_ckpt.lazy import getattr_of

@@ -1,4 +1,4 @@
-"""The front door: `save`, `async_save`, `load`, `diff`. Values in, values out; the work is done behind it."""
+"""The public functions `save`, `async_save`, `load` and `diff`."""
 
 import importlib
 import os
@@ -45,14 +45,16 @@ def save(
         What this rank holds. DTensors are sharded; plain tensors and values under one key on several ranks are
         copies; `PerRank` marks values that differ by rank. Keys are paths joined by dots.
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint. The same on all ranks.
+    policy
+        How to save: layout, durability, memory, what to do with objects; see `SavePolicy`.
     process_group
         Ranks that save together: a torch process group, any `Gather`, or None for the default group if
         ``torch.distributed`` is initialised, else this process alone.
     overwrite
         Replace the checkpoint at `path`, atomically.
     base
-        Announced: an earlier checkpoint whose unchanged chunks are referenced rather than written.
+        Not implemented yet: an earlier checkpoint whose unchanged chunks are referenced rather than written.
     attributes
         JSON values for the Zarr root, readable by every Zarr tool.
     progress
@@ -96,8 +98,18 @@ def async_save(
 ) -> PendingSave:
     """Save in the background; returns when the state may be changed again, that is when it is copied to the host.
 
-    Arguments as for `save`. Saves of one process run one after the other; while one runs the next waits here, so that
-    no more than one copy is held, unless `SavePolicy.in_flight` says otherwise.
+    Saves of one process run one after the other. While one runs, the next waits here, so that no more than one copy is
+    held, unless `SavePolicy.in_flight` says otherwise.
+
+    Parameters
+    ----------
+    state, path, policy, process_group, overwrite, base, attributes, progress
+        As for `save`.
+
+    Returns
+    -------
+    PendingSave
+        Its ``result()`` waits for the save and raises its error. The save is published without that call, too.
 
     Raises
     ------
@@ -142,8 +154,28 @@ def load(
 ) -> Any:
     """Load a checkpoint into a tree shaped as `like`, under any layout.
 
-    Leaves that hold memory (tensors, DTensors, numpy arrays) are filled in place and returned; meta tensors and
-    specs are allocated; plain values are replaced by the stored ones.
+    All ranks call it together.
+
+    Parameters
+    ----------
+    like
+        What this rank wants, as a tree of dicts and lists. Leaves that hold memory (tensors, DTensors, numpy arrays,
+        `LocalShards`) are filled in place and returned. Meta tensors and specs are allocated. Plain values are replaced
+        by the stored ones, also where `like` holds None.
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of a committed checkpoint.
+    policy
+        Which keys to load and under which names, whether data types and shapes may change, what is checked, how
+        values per rank are dealt; see `LoadPolicy`.
+    process_group
+        Ranks that load together, as for `save`. They need not be those that saved.
+    progress
+        Called from working threads with a `Progress`.
+
+    Returns
+    -------
+    Any
+        A tree of the same form as `like`. Leaves that `policy` does not select are those of `like`.
 
     Raises
     ------
@@ -165,15 +197,23 @@ def load(
 
 
 def diff(a: str | Path, b: str | Path) -> Any:
-    """Compare two checkpoints (announced).
+    """Compare two checkpoints (not implemented yet).
+
+    Parameters
+    ----------
+    a, b
+        Paths or URLs of two checkpoints.
 
     Raises
     ------
     NotImplementedYet
         Always, in this version.
     """
-    raise NotImplementedYet("diff comes with a later release", found=f"{a}, {b}",
-                            remedy="Compare the digests of read_manifest(a) and read_manifest(b)")  # fmt: skip
+    raise NotImplementedYet(
+        "diff comes with a later release",
+        found=f"{a}, {b}",
+        remedy="Compare the digests of read_manifest(a) and read_manifest(b)",
+    )
 
 
 def _refuse_base(base: object) -> None:
@@ -182,7 +222,7 @@ def _refuse_base(base: object) -> None:
 
 
 def named(path: object) -> str:
-    """Return what a path is called, on whatever mount.
+    """Return the last component of a path, which is equal on ranks with different mount points.
 
     Examples
     --------
@@ -202,9 +242,9 @@ def _prepared(
     attributes: Mapping[str, Any] | None,
     check: Callable[[], None],
 ) -> Prepared:
-    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for.
+    """Agree with all ranks on a save. Raise instead if an earlier save in the background failed and was not awaited.
 
-    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
+    `check` raises for a wrong argument; it runs first, in the step in which the failure of one rank reaches all.
     """
 
     def describe() -> Captured:
@@ -241,13 +281,13 @@ def gather_of(
     if "torch" not in sys.modules:
         if process_group is not None:
             raise SpecError(
-                "this is no process group",
+                "this is not a process group",
                 found=type(process_group).__name__,
                 remedy="Pass a torch process group, or an object with rank, size, all_gather",
             )
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group.link")
-    # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
+    # An argument that is not a policy is refused later, in a step in which the failure of one rank reaches all.
     timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))
 

@@ -256,6 +256,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     On a file system its directory is kept open until nobody refers to the result or its arrays any more, so that no
     other checkpoint is read in its stead.
 
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+
     Raises
     ------
     NotACheckpointError, CorruptionError
