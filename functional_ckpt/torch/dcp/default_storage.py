@@ -87,7 +87,7 @@ def install(
 
     It does where a program passes only ``checkpoint_id``, or makes a ``FileSystemWriter`` or ``FileSystemReader`` of
     ``torch.distributed.checkpoint``; also in the process that ``async_save`` may start, and in ``format_utils``. What
-    DCP has saved in its own format is read as before. URLs for which there is no store of ours are left to DCP.
+    DCP has saved in its own format is read as before. DCP itself handles URLs for which this library has no store.
 
     Parameters
     ----------
