@@ -1,4 +1,4 @@
-"""Steps of a run as values, and the rules that keep some of them: `KeepLast`, `KeepEvery`, `KeepBest`, joined by ``|``."""
+"""Steps of a run as values, and rules that keep some of them: `KeepLast`, `KeepEvery`, `KeepBest`, joined by ``|``."""
 
 import json
 import math
