@@ -217,7 +217,7 @@ MUTANTS = (
         '"zarr.json.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
     ),
     Mutant(
-        "narrow does not look at the offset", "spec/sharding.py",
+        "narrow does not look at the offset", "spec/shard.py",
         " or shard.box.start[axis] % extent", "", ("property_tests/test_narrow.py",),
     ),
 )  # fmt: skip
