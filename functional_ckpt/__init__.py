@@ -11,7 +11,7 @@ Examples
 """
 
 import importlib
-import threading  # noqa: F401 - imported for the first time at exit, it does not know that no thread is waited for
+import threading  # noqa: F401 - if it is first imported at exit, the interpreter does not wait for threads
 from typing import TYPE_CHECKING, Any
 
 from functional_ckpt.lazy import getattr_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from functional_ckpt.run.progress import Progress
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
-    from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
+    from functional_ckpt.spec.shard import Fragment, ShardSpec, World
     from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
     from functional_ckpt.store.sweep import sweep
 

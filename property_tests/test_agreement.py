@@ -22,8 +22,7 @@ from functional_ckpt.run.leaves import LocalShards, PerRank
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import PlacedArray
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.sharding import PlacedArray, ShardSpec, World
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.testing import model
 from functional_ckpt.testing import strategies as fst
@@ -34,6 +33,7 @@ from property_tests.test_roundtrip import directory, tree_bytes
 BLANK = HostBuffer(np.empty(0, np.uint8))
 # Each example saves and loads several times.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
+FEWEST = settings(max_examples=settings.default.max_examples // 6)
 
 
 def shardings_of(world, rule):
@@ -301,7 +301,7 @@ class Memories(ByRank):
             return raised or tree_bytes(path)
 
 
-@FEWER
+@FEWEST
 @given(st.lists(st.tuples(worlds_of_facts(), st.sets(st.integers(0, 2), max_size=2)), min_size=2, max_size=4))
 @example([(GRID, set()), (GRID, {1}), (GRID, set())])
 @example([(ROWS, set()), (tuple(attrs.evolve(f, step=7) for f in ROWS), set())])
@@ -317,7 +317,7 @@ def test_remembered_plans_change_nothing(saves):
         assert isinstance(expected, dict) or len(expected) == 3
 
 
-@FEWER
+@FEWEST
 @given(st.sampled_from([ROWS, GRID]), st.sampled_from([*CHANGES]), st.integers(0, 2), st.data())
 def test_a_change_on_any_one_rank_is_noticed(world, name, rank, data):
     """After a save that all remember, one that differs on one rank does what it would do as the first."""

@@ -22,9 +22,9 @@ from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, can_cast
 from functional_ckpt.spec.columns import Columns
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate, from_placements
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.sharding import PlacedArray, Sharding, ShardSpec, World
 from functional_ckpt.testing import laws
 from functional_ckpt.testing import strategies as fst
 
@@ -34,6 +34,8 @@ ALL = Sharding(Mesh.line(2), [Replicate()])
 #: Most policies find all shards too small for chunks of their own, and cut arrays into many chunks.
 MOVING = fst.moving_policies().map(lambda policy: policy.layout)
 POLICIES = MOVING | MOVING | MOVING | fst.layout_policies()
+# Each example pickles everything.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 @given(fst.worlds(), fst.layout_policies(), RULES, st.booleans())
@@ -228,6 +230,7 @@ def check_value(value):
         assert value is None or isinstance(value, int | str | bytes | float | bool)
 
 
+@FEWER
 @given(fst.worlds(), fst.policies(), fst.manifests(), loads())
 def test_p7_values_are_hashable_picklable_and_immutable(world, policy, manifest, case):
     plan = plan_save(world, policy.layout, policy.replicas)

@@ -175,7 +175,7 @@ def test_checkpoints_of_before_load(saves, tmp_path, monkeypatch):
     assert dict(functional_ckpt.open_checkpoint(tmp_path).attributes) == {}
     assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (1, 1)
     (tmp_path / "metadata.json").unlink()
-    with pytest.raises(NotACheckpointError, match="no distributed checkpoint"):
+    with pytest.raises(NotACheckpointError, match="not a distributed checkpoint"):
         ours_loads(tmp_path)
     monkeypatch.undo()
     saves(tmp_path, 2)
@@ -207,7 +207,7 @@ def test_what_a_killed_save_leaves_is_called_so(tmp_path):
     _, claim = begin(tmp_path, "marker", False, ["w"])
     claim.drop()
     for read in (ours_loads, functional_ckpt.open_checkpoint):
-        with pytest.raises(NotACheckpointError, match="a save that did not finish"):
+        with pytest.raises(NotACheckpointError, match="the save did not finish"):
             read(tmp_path)
 
 

@@ -262,8 +262,12 @@ def _number(name: object, value: Any) -> float:
         number = None
     if number is None or not isinstance(name, str):
         found = f"{short_repr(name)}: {short_repr(value)}"
-        raise PolicyError("a metric is a number with a name", expected="a name and a number", found=found,
-                          remedy="Pass other facts as attributes")  # fmt: skip
+        raise PolicyError(
+            "a metric is a number with a name",
+            expected="a name and a number",
+            found=found,
+            remedy="Pass other facts as attributes",
+        )
     return number
 
 

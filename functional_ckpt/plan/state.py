@@ -8,19 +8,11 @@ import numpy as np
 
 from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError, SpecError, raise_problems
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.manifest import (
-    DIGEST_NBYTES,
-    Alias,
-    ArrayEntry,
-    Manifest,
-    PerRankEntry,
-    RankItem,
-    ValueEntry,
-)
+from functional_ckpt.plan.manifest import DIGEST_NBYTES, Alias, ArrayEntry, Manifest, PerRankEntry, RankItem, ValueEntry
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.columns import Columns, Ints, to_column
-from functional_ckpt.spec.mesh import Sharding
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 
@@ -244,12 +236,8 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
         what = "a chunk was not written" if len(missing) else "a chunk was written twice"
         wrong = int(missing[0]) if len(missing) else int(at[order][np.flatnonzero(np.diff(at[order]) == 0)[0]])
         number = int(np.searchsorted(first, wrong, "right")) - 1
-        raise SpecError(
-            what,
-            arrays[number].spec.key,
-            shape=arrays[number].spec.shape,
-            found=f"chunk number {wrong - int(first[number])}",
-        )
+        spec, found = arrays[number].spec, f"chunk number {wrong - int(first[number])}"
+        raise SpecError(what, spec.key, shape=spec.shape, found=found)
     digests = np.ascontiguousarray(chunks.words[order]).tobytes()
     leaves = {leaf.key: leaf for leaf in state.leaves}
     ends = (first * DIGEST_NBYTES).tolist()
@@ -380,9 +368,8 @@ def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:
 
 
 def _two_paths(key: str, one: object, other: object) -> DuplicateKeyError:
-    return DuplicateKeyError(
-        "two leaves have one key", key, expected=one, found=other, remedy="Rename one: a key is the path joined by dots"
-    )
+    remedy = "Rename one: a key is the path joined by dots"
+    return DuplicateKeyError("two leaves have one key", key, expected=one, found=other, remedy=remedy)
 
 
 def _shorten(text: str) -> str:

@@ -21,18 +21,17 @@ from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.run.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
-from functional_ckpt.run.progress import Progress, Tracker
+from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.wanted import Told, WantedKeys
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunk
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
-from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.execute import check_needed, read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
@@ -40,9 +39,7 @@ from functional_ckpt.store.values import decode_text
 __all__ = ["load_tree"]
 
 
-def load_tree(
-    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, progress: Callable[[Progress], None] | None
-) -> Any:
+def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
     """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
 
     Raises
@@ -53,7 +50,7 @@ def load_tree(
     found: list[Opened] = []
 
     def open_it() -> str:
-        check_load(like, path, policy, progress)
+        check_load(like, path, policy, tracker.report)
         found.append(Opened.at(path))
         return found[0].digest
 
@@ -62,7 +59,7 @@ def load_tree(
         if len(set(digests)) > 1:
             remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
             raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
-        return _load(like, found[0], policy, gather, Tracker(progress))
+        return _load(like, found[0], policy, gather, tracker)
     finally:
         for opened in found:
             opened.close()
@@ -153,13 +150,7 @@ class _Loader:
         except CheckpointError as error:
             self._problems.append(error)
             return LoadPlan(())
-        needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
-        for read in plan.reads:
-            entry, grid = entries[read.key], entries[read.key].grid
-            for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
-                needed[entry.spec.key, index] = entry
-        problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
-        self._problems += [problem for problem in problems if problem is not None]
+        self._problems += check_needed(plan, entries, self.store)
         return plan
 
     def request(self, plan: LoadPlan) -> _Request:

@@ -23,7 +23,7 @@ from functional_ckpt.plan.manifest import (
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import ShardSpec, World, from_rank_offsets
+from functional_ckpt.spec.shard import ShardSpec, World, from_rank_offsets
 from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing.regions import shapes
 from functional_ckpt.testing.shardings import array_specs, dtypes, keys
@@ -37,7 +37,7 @@ _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 
 @st.composite
 def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
-    """Generate layout policies with sizes so small that small arrays meet every kind of ownership.
+    """Generate layout policies with sizes so small that small arrays get every kind of ownership.
 
     Examples
     --------
@@ -58,9 +58,9 @@ def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
 
 @st.composite
 def moving_policies(draw: DrawFn) -> SavePolicy:
-    """Generate save policies under which no shard is large enough for chunks of its own, so that pieces move.
+    """Generate save policies under which every shard is smaller than a chunk, so that pieces move.
 
-    The byte budget holds one or two of the largest chunks that there can be, so that they move in several waves.
+    The byte budget holds one or two of the largest possible chunks, so that pieces move in several waves.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def policies(draw: DrawFn) -> SavePolicy:
     """
     codecs = draw(st.lists(st.sampled_from(_CODECS), max_size=2, unique=True).map(tuple))
     return SavePolicy(
-        # A save refuses prefixes that no key has; the empty one all keys have.
+        # A save refuses a prefix that matches no key; the empty one matches all.
         layout=attrs.evolve(draw(layout_policies(codecs=False)), codecs={"": codecs}),
         replicas=draw(st.sampled_from(["elect", "declared"])),
         replicated=draw(st.sampled_from(["check", "trust"])),
@@ -110,7 +110,7 @@ def policies(draw: DrawFn) -> SavePolicy:
 
 
 def json_values() -> SearchStrategy[Any]:
-    """Generate what JSON can hold.
+    """Generate JSON values.
 
     Examples
     --------
@@ -231,6 +231,6 @@ def _entries(draw: DrawFn, spec: ArraySpec) -> ArrayEntry:
 
 
 def _paths(key: str) -> SearchStrategy[tuple[Any, ...] | None]:
-    dict_keys = st.none() | st.booleans() | st.integers()  # text stands for itself
+    dict_keys = st.none() | st.booleans() | st.integers()  # a text key is written as it is
     item = st.text(max_size=3) | st.integers(0, 9) | dict_keys.map(DictKey) | st.integers(0, 9).map(RankItem)
     return st.just(tuple(key.split("."))) | st.none() | st.lists(item, max_size=3).map(tuple)

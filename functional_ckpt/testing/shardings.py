@@ -11,7 +11,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from functional_ckpt.spec.array import DTYPES, ArraySpec, ObjectSpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import (
     Placement,
     Replicate,
@@ -19,12 +19,8 @@ from functional_ckpt.spec.placement import (
     StridedShard,
     from_placements,
 )
-from functional_ckpt.spec.sharding import (
-    Fragment,
-    ShardSpec,
-    World,
-    fragments,
-)
+from functional_ckpt.spec.shard import Fragment, ShardSpec, World, fragments
+from functional_ckpt.spec.sharding import PlacedArray, Sharding
 from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 from functional_ckpt.testing.regions import (
     boxes,
@@ -36,10 +32,22 @@ from functional_ckpt.testing.regions import (
 )
 
 __all__ = [
-    "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_arrays",
-    "placed_worlds", "placements", "replica_ids", "scattered", "shardings",
-    "shards", "worlds",
-]  # fmt: skip
+    "any_fragments",
+    "any_shards",
+    "array_specs",
+    "dtypes",
+    "keys",
+    "meshes",
+    "object_specs",
+    "placed_arrays",
+    "placed_worlds",
+    "placements",
+    "replica_ids",
+    "scattered",
+    "shardings",
+    "shards",
+    "worlds",
+]
 
 T = TypeVar("T")
 _TILINGS: dict[str, Callable[[Sequence[int]], SearchStrategy[tuple[Box, ...]]]] = {
@@ -62,7 +70,7 @@ def dtypes() -> SearchStrategy[str]:
 
 
 def keys() -> SearchStrategy[str]:
-    """Generate keys: mostly dotted names, some with anything that Unicode allows.
+    """Generate keys: mostly dotted names, some of arbitrary Unicode text.
 
     Examples
     --------
@@ -72,7 +80,7 @@ def keys() -> SearchStrategy[str]:
     """
     part = st.text("abwxyz019_", min_size=1, max_size=4)
     names = st.lists(part, min_size=1, max_size=3).map(".".join)
-    # Surrogates are not text: keys with them are refused.
+    # Surrogates are not valid Unicode text: a key with one is refused.
     return names | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
@@ -197,7 +205,7 @@ def _one_fragment(parts: tuple[tuple[int, ...], Box, tuple[tuple[int, int], ...]
 
 @st.composite
 def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: int = 1) -> World:
-    """Generate worlds that DTensor placements on a mesh make; up to `outside` ranks are not in the mesh.
+    """Generate worlds of DTensor placements on a mesh; up to `outside` ranks are not in the mesh.
 
     Examples
     --------
@@ -220,7 +228,7 @@ def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: in
 def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[PlacedArray]:
     """Generate arrays placed on one or two meshes, whose ranks come in any order; up to `spare` ranks are on neither.
 
-    Arrays of few axes may be long, so that a small target makes many chunks of them.
+    Arrays of few axes may be long, so that a small chunk size cuts them into many chunks.
 
     Examples
     --------
@@ -239,14 +247,14 @@ def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[Pla
         how = draw(placements(mesh.shape, len(array.shape)))
         is_cut = draw(st.booleans())
         if array.shape and is_cut:
-            how = (Shard(0), *how[1:])  # else most arrays would not be cut at all
+            how = (Shard(0), *how[1:])  # otherwise most arrays would not be cut at all
         placed.append(PlacedArray(array, Sharding(mesh, how)))
     return placed
 
 
 @st.composite
 def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
-    """Generate valid worlds that hold `array`: any tiling, parts of it flattened, replicated and dealt to ranks.
+    """Generate valid worlds that hold `array`: any tiling, some parts flattened or replicated, spread over ranks.
 
     Every part has exactly one main replica, so that both writer rules accept the world. Some ranks hold nothing.
 
@@ -273,7 +281,7 @@ def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
 def scattered(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
     """Generate valid worlds of two ranks or more over which `array` is scattered in small parts, some with copies.
 
-    Parts are ranges of the flat array, or cells of a grid; like few of `shardings`, they leave hardly a chunk whole.
+    Parts are ranges of the flat array, or cells of a grid; unlike in most `shardings`, hardly a chunk has one holder.
 
     Examples
     --------
@@ -304,7 +312,7 @@ def scattered(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
 
 
 def _several(values: SearchStrategy[int], least: int, most: int) -> SearchStrategy[list[int]]:
-    # The length first: Hypothesis draws lists that are short, where it may.
+    # The length is drawn first: otherwise Hypothesis prefers short lists.
     return st.integers(least, most).flatmap(lambda n: st.lists(values, min_size=n, max_size=n))
 
 
@@ -326,7 +334,7 @@ def _parts(draw: DrawFn, array: ArraySpec, tiling: Sequence[Box]) -> list[ShardS
 
 
 def _reordered(items: Sequence[T]) -> SearchStrategy[Sequence[T]]:
-    # Hypothesis shrinks a drawn permutation to none at all, but draws one number per item.
+    # A permutation shrinks to the identity, but costs one drawn number per item.
     return st.permutations(items) if len(items) > 1 else st.just(items)
 
 

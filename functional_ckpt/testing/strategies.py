@@ -1,6 +1,6 @@
-"""Hypothesis strategies for everything that this library takes, from shapes to corrupted worlds.
+"""Hypothesis strategies for all inputs of this library, from shapes to corrupted worlds.
 
-They build values up and rarely filter, draw structure before data, and shrink toward one whole array on one rank.
+They construct values and rarely filter, draw structure before data, and shrink toward one whole array on one rank.
 
 Examples
 --------
