@@ -149,7 +149,8 @@ class _Plane:
         index = [0] * self._ndim
         for axis, place in zip(self.axes, (row, column)[2 - len(self.axes) :], strict=True):
             index[axis] = place
-        return self._chunks[tuple(index)]
+        chunk: Facts = self._chunks[tuple(index)]
+        return chunk
 
     def box(self, chunk: Facts) -> Box:
         """Return the rows and columns of elements that a chunk holds."""
