@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "a terminal that goes away is an error", "store/display.py",
-        "        except Exception:  # of a terminal", "        except KeyError:  # of a terminal", ("tests/test_display.py",),
+        "except Exception:  # of a terminal", "except KeyError:  # of a terminal", ("tests/test_display.py",),
     ),
     Mutant(
         "two bars write over one another", "store/display.py",
