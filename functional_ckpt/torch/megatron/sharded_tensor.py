@@ -216,8 +216,9 @@ class ShardedTensor(ShardedBase):
         """
         with about(key):
             if flattened_range is not None:
-                what, remedy = "from_rank_offsets does not accept a flattened range", "Call from_rank_offsets_flat"
-                raise SpecError(what, key, found=flattened_range, remedy=remedy)
+                raise SpecError(
+                    "flattened_range is not None", key, found=flattened_range, remedy="Use from_rank_offsets_flat"
+                )
         fields = _grid_fields(key, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num)
         return cls(data=data, dtype=data.dtype, **fields, **init_kwargs)
 
