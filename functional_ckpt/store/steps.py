@@ -1,7 +1,7 @@
-"""The directory of a run's checkpoints: each step under a name of its own, and small files that pin some of them.
+"""The directory of a run's checkpoints: one checkpoint per step, and small files that pin some of them.
 
-A step is a committed checkpoint named ``step-00000010``: its root is there, and its attributes tell the metrics that
-were saved with it. Nothing else in the directory is looked at, or touched.
+A step is a committed checkpoint named ``step-00000010``: its root exists, and its attributes hold the metrics that
+were saved with it. Other files in the directory are neither read nor changed.
 """
 
 import json
@@ -25,11 +25,14 @@ from functional_ckpt.store.target import foreign_in
 from functional_ckpt.store.temporary import new_save_id, working_name
 
 __all__ = [
+    "PIN",
+    "check_removable",
     "check_root",
     "find_steps",
     "is_pinned",
     "pin_step",
     "read_step",
+    "remove_checkpoint",
     "remove_step",
     "step_path",
     "sweep_steps",
@@ -37,7 +40,8 @@ __all__ = [
 ]
 
 _STEP = re.compile(r"step-([0-9]{8,})")
-_PIN = ".pin"
+#: Suffix of a file that pins the checkpoint of that name.
+PIN = ".pin"
 _PIN_TEXT = b"While this file is here, functional_ckpt does not remove the step that it names.\n"
 
 
@@ -57,7 +61,7 @@ def _name(step: int) -> str:
 
 
 def _step_of(name: str) -> int | None:
-    """Return the step that is named so; None for any other name, also one that we would write otherwise."""
+    """Return the step of a name; None for any other name, also for a number in another form."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match is not None and _name(int(match[1])) == name else None
 
@@ -76,7 +80,7 @@ def find_steps(root: str | os.PathLike[str]) -> dict[int, bool]:
     """
     store = open_store(root)
     names = set(store.children())
-    return {step: _name(step) + _PIN in names for step in _named(names) if _is_committed(store, step)}
+    return {step: _name(step) + PIN in names for step in _named(names) if _is_committed(store, step)}
 
 
 def _named(names: Iterable[str]) -> list[int]:
@@ -85,7 +89,7 @@ def _named(names: Iterable[str]) -> list[int]:
 
 
 def _is_committed(store: Store, step: int) -> bool:
-    # Where a directory takes its name when it is finished that would be enough, but for one that somebody has copied.
+    # A directory may have the name without a root: a copy that was interrupted, or a step in marker mode.
     return store.nbytes_of(f"{_name(step)}/{ROOT}") is not None
 
 
@@ -97,11 +101,11 @@ def is_pinned(root: str | os.PathLike[str], step: int) -> bool:
     >>> is_pinned("memory://pinned-example", 3)
     False
     """
-    return _is_pinned(open_store(root), step)
+    return _is_pinned(open_store(root), _name(step))
 
 
-def _is_pinned(store: Store, step: int) -> bool:
-    return store.nbytes_of(_name(step) + _PIN) is not None
+def _is_pinned(store: Store, name: str) -> bool:
+    return store.nbytes_of(name + PIN) is not None
 
 
 def read_step(root: str | os.PathLike[str], step: int) -> StepInfo:
@@ -146,14 +150,14 @@ def pin_step(root: str | os.PathLike[str], step: int) -> None:
     Raises
     ------
     NotACheckpointError
-        If there is no such step; also if it was just being removed.
+        If there is no such step; also if it is being removed.
     """
     store = open_store(root)
     if not _is_committed(store, step):
         raise _missing(root, step)
-    with suppress(AlreadyExistsError):  # pinned already; what the file holds does not count
-        store.create(_name(step) + _PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
-    # Looked at again: who removes the step looks for a pin when it has lost its name.
+    with suppress(AlreadyExistsError):  # pinned already; the content of the file does not matter
+        store.create(_name(step) + PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
+    # Checked again: a process that removes the step looks for a pin only after it has renamed the step.
     if not _is_committed(store, step):
         unpin_step(root, step)
         raise _missing(root, step)
@@ -161,11 +165,11 @@ def pin_step(root: str | os.PathLike[str], step: int) -> None:
 
 def unpin_step(root: str | os.PathLike[str], step: int) -> None:
     """Let a step be removed again; nothing happens if it is not pinned."""
-    open_store(root).delete([_name(step) + _PIN])
+    open_store(root).delete([_name(step) + PIN])
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
-    """Remove a step: at once from its name, then its files; what a kill leaves of these `sweep` removes.
+    """Remove a step: first rename it away in one step, then remove its files; after a kill `sweep` removes the rest.
 
     Raises
     ------
@@ -183,29 +187,77 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
     >>> find_steps(root)
     {}
     """
-    store = open_store(root)
-    if not _is_committed(store, step):
+    if not _is_committed(open_store(root), step):
         raise _missing(root, step)
-    if _is_pinned(store, step):
-        raise _pinned(root, step)
-    directory = directory_of(root)
+    _remove(root, _name(step))
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint of any name as `remove_step` does.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is none.
+    StorageError
+        If it is pinned, holds files of others or is a link: then it stays as it is.
+
+    Examples
+    --------
+    >>> import tempfile, functional_ckpt
+    >>> path = f"{tempfile.mkdtemp()}/last"
+    >>> _ = functional_ckpt.save({"step": 3}, path)
+    >>> remove_checkpoint(path), os.path.exists(path)
+    (None, False)
+    """
+    check_removable(path)
+    root, name = _parent(path)
+    if root is None:
+        _remove_objects(open_store(path))
+    else:
+        _remove(root, name)
+
+
+def check_removable(path: str | os.PathLike[str]) -> None:
+    """Raise what `remove_checkpoint` would, before anything is removed."""
+    store, (root, name), directory = open_store(path), _parent(path), directory_of(path)
+    root_attributes(store, store.read(ROOT))
+    if root is not None and _is_pinned(open_store(root), name):
+        raise _pinned(root, name)
+    if directory is not None:
+        _check_ours(directory)
+
+
+def _parent(path: str | os.PathLike[str]) -> tuple[str | None, str]:
+    """Return where a checkpoint is, and its name there; of a URL with one name, None."""
+    directory = directory_of(path)
+    root, _, name = (os.fspath(path) if directory is None else str(directory)).rstrip("/").rpartition("/")
+    return (None if root.endswith(":/") else root or "/"), name
+
+
+def _remove(root: str | os.PathLike[str], name: str) -> None:
+    store, directory = open_store(root), directory_of(root)
+    if _is_pinned(store, name):
+        raise _pinned(root, name)
     if directory is None or not store.capabilities.rename:
-        _remove_objects(open_store(step_path(root, step)))
+        _remove_objects(open_store(f"{os.fspath(root).rstrip('/')}/{name}"))
         return
-    final = directory / _name(step)
-    with storage_errors("removing a step", str(final)):
+    final = directory / name
+    with storage_errors("removing a checkpoint", str(final)):
         _check_ours(final)
         work = directory / working_name(final.name, new_save_id())
         os.rename(final, work)
-        if _is_pinned(store, step):  # meanwhile: the pin counts
+        if _is_pinned(store, name):  # pinned meanwhile: it stays
             os.rename(work, final)
-            raise _pinned(root, step)
-        sync_directory(directory)  # before any file goes: after a power cut it is whole, or has not its name
+            raise _pinned(root, name)
+        sync_directory(
+            directory
+        )  # before any file is removed: after a power cut the step is complete, or does not have its name
         remove_tree(work)
 
 
 def _remove_objects(store: Store) -> None:
-    """Remove the objects of a checkpoint; the root first, so that what a kill leaves is none."""
+    """Remove the objects of a checkpoint; the root first, so that after a kill the rest is not a checkpoint."""
     store.delete([ROOT])
     store.delete(sorted(store.names()))
 
@@ -214,13 +266,15 @@ def _check_ours(final: Path) -> None:
     foreign = ["a symbolic link"] if final.is_symlink() else foreign_in(final)
     if foreign:
         raise StorageError(
-            "a step is not removed: it holds what is not part of a checkpoint of functional_ckpt", path=str(final),
-            found=", ".join(foreign[:5]), remedy="Move that away, or remove the directory yourself",
-        )  # fmt: skip
+            "not removed: it holds files that are not part of a checkpoint of functional_ckpt",
+            path=str(final),
+            found=", ".join(foreign[:5]),
+            remedy="Move these files, or remove the directory yourself",
+        )
 
 
 def sweep_steps(root: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Remove what dead saves and removals have left below `root`, also in the directories of steps; return what it was.
+    """Remove leftovers of dead saves and removals below `root`, also in the directories of steps; return their names.
 
     Examples
     --------
@@ -238,8 +292,12 @@ def check_root(root: str | os.PathLike[str]) -> None:
     """Raise `PolicyError` if `root` is itself a checkpoint: no steps are looked for in one."""
     store = open_store(root)
     if store.nbytes_of(ROOT) is not None:
-        raise PolicyError("the directory of a run's steps is itself a checkpoint", expected="the directory above it",
-                          found=store.url, remedy="Pass its parent, or load it with functional_ckpt.load")  # fmt: skip
+        raise PolicyError(
+            "the directory of a run's steps is itself a checkpoint",
+            expected="the directory above it",
+            found=store.url,
+            remedy="Pass its parent, or load it with functional_ckpt.load",
+        )
 
 
 def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
@@ -248,5 +306,5 @@ def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
     return NotACheckpointError("there is no such step", path=step_path(root, step), found=found)
 
 
-def _pinned(root: str | os.PathLike[str], step: int) -> StorageError:
-    return StorageError("a step is not removed: it is pinned", path=step_path(root, step), remedy="Unpin it first")
+def _pinned(root: str | os.PathLike[str], name: str) -> StorageError:
+    return StorageError("not removed: it is pinned", path=f"{os.fspath(root)}/{name}", remedy="Unpin it first")
