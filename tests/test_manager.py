@@ -29,6 +29,7 @@ from functional_ckpt.errors import (
     SpecError,
     StorageError,
 )
+from functional_ckpt.run.comm import LocalGather
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.steps import pin_step, step_path
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
@@ -331,6 +332,16 @@ def test_a_step_that_one_rank_does_not_see_is_loaded_by_none(tmp_path):
         return seen
 
     assert run_ranks(2, run) == [(1, 2), (1, 2)]
+
+
+def test_a_step_that_came_from_elsewhere_is_loaded_by_all_ranks(tmp_path):
+    def run(gather):
+        checkpoints = Checkpoints(tmp_path, policy=FAST, process_group=gather)
+        if gather.rank == 0:
+            save(at(3), step_path(tmp_path, 3), policy=FAST, process_group=LocalGather())
+        return checkpoints.resume(like())["step"], checkpoints.steps()
+
+    assert run_ranks(3, run) == [(3, (3,))] * 3
 
 
 def test_ranks_that_name_different_steps_are_told(tmp_path):

@@ -128,7 +128,7 @@ class KeepLast:
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
         """Return the numbers of the last `n`."""
-        return frozenset(sorted(info.step for info in steps)[-self.n :])
+        return frozenset(info.step for info in steps[-self.n :])
 
     def __or__(self, other: Keep) -> KeepAny:
         """Return a rule that keeps what either keeps."""
@@ -149,11 +149,8 @@ class KeepEvery:
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
         """Return the number of the last step of each stretch that ends at a multiple."""
-        last: dict[int, int] = {}
-        for info in steps:
-            stretch = -(-info.step // self.n_steps)
-            last[stretch] = max(info.step, last.get(stretch, info.step))
-        return frozenset(last.values())
+        n = self.n_steps
+        return frozenset({-(-info.step // n): info.step for info in steps}.values())
 
     def __or__(self, other: Keep) -> KeepAny:
         """Return a rule that keeps what either keeps."""

@@ -50,7 +50,7 @@ class Keeper:
         """Run `work` on all ranks, and get the list of steps from rank 0."""
         gather = self._gather(what)
         with turn_of(gather):
-            found = together(gather, lambda: (work(), self.shelf.steps if gather.rank == 0 else ()))
+            found = together(gather, lambda: (work(), () if gather.rank or gather.size == 1 else self.shelf.steps))
         if gather.rank:
             self.shelf.learn(found[0][1])
         for problem in self.shelf.take_problems():

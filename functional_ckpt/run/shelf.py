@@ -65,9 +65,10 @@ class Shelf:
 
     def add(self, info: StepInfo) -> None:
         """Add a step that was committed."""
+        is_latest = info.step >= next(reversed(self._infos), info.step)
         self._infos[info.step] = info
         self._left.pop(info.step, None)
-        if next(reversed(self._infos)) != max(self._infos):
+        if not is_latest:
             self._infos = dict(sorted(self._infos.items()))
 
     def prune(self) -> None:
