@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
     from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
+    from functional_ckpt.store.access import StorePolicy
     from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
     from functional_ckpt.store.sweep import sweep
 
@@ -57,6 +58,7 @@ _MODULES = {
     "Fragment": "spec.sharding",
     "ShardSpec": "spec.sharding",
     "World": "spec.sharding",
+    "StorePolicy": "store.access",
     "VerifyReport": "store.reading",
     "read_manifest": "store.reading",
     "verify": "store.reading",
@@ -78,6 +80,7 @@ __all__ = [
     "Progress",
     "SavePolicy",
     "ShardSpec",
+    "StorePolicy",
     "StoredArray",
     "Strict",
     "VerifyReport",

@@ -12,6 +12,7 @@ import numpy as np
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
 from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
+from functional_ckpt.store.base import UNSIZED, Store
 from functional_ckpt.store.commit import PROVENANCE
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.opening import open_store
@@ -113,7 +114,7 @@ def _stored(checkpoint: Checkpoint, array: StoredArray) -> Facts:
     node = node_name(entry.spec.key)
     store = open_store(checkpoint.url)
     names = [chunk_name(index) for index in entry.grid.touched(entry.spec.box)]
-    sizes = [store.nbytes_of(f"{node}/{name}") for name in names]
+    sizes = [_nbytes_of(store, f"{node}/{name}", entry) for name in names]
     hexes = [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)]
     return {
         "stored_as": entry.spec.key,
@@ -124,6 +125,13 @@ def _stored(checkpoint: Checkpoint, array: StoredArray) -> Facts:
         "stored_nbytes": sum(size or 0 for size in sizes),
         "digests": dict(zip(names, hexes, strict=True)),
     }
+
+
+def _nbytes_of(store: Store, name: str, entry: ArrayEntry) -> int | None:
+    found = store.nbytes_of(name)
+    if found != UNSIZED:
+        return found
+    return len(store.read(name) or b"") if entry.layout.codecs else entry.layout.chunk_nbytes
 
 
 def _content(array: StoredArray) -> Facts:

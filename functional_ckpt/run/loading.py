@@ -29,7 +29,7 @@ from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunk
+from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import read_plan
@@ -54,7 +54,7 @@ def load_tree(
 
     def open_it() -> str:
         check_load(like, path, policy, progress)
-        found.append(Opened.at(path))
+        found.append(Opened.at(path, policy.store))
         return found[0].digest
 
     try:
@@ -158,8 +158,7 @@ class _Loader:
             entry, grid = entries[read.key], entries[read.key].grid
             for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
                 needed[entry.spec.key, index] = entry
-        problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
-        self._problems += [problem for problem in problems if problem is not None]
+        self._problems += check_chunks(self.store, ((entry, index) for (_, index), entry in needed.items()))
         return plan
 
     def request(self, plan: LoadPlan) -> _Request:

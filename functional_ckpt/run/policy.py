@@ -19,6 +19,7 @@ from functional_ckpt.plan.field import (
 )
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.spec.tree import has_prefix
+from functional_ckpt.store.access import StorePolicy
 
 __all__ = ["LoadPolicy", "SavePolicy", "Strict"]
 
@@ -41,6 +42,11 @@ Trust: TypeAlias = Literal["trust"]
 def _check_layout(policy: Any, field: Any, value: Any) -> None:
     if not isinstance(value, LayoutPolicy):
         raise refuse(policy, field.name, "a LayoutPolicy", value)
+
+
+def _check_store(policy: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, StorePolicy):
+        raise refuse(policy, field.name, "a StorePolicy", value)
 
 
 @attrs.frozen(kw_only=True)
@@ -78,6 +84,8 @@ class SavePolicy:
         `async_save` makes of the state comes on top.
     timeout_s
         Longest wait for another rank, in seconds.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Raises
     ------
@@ -105,6 +113,7 @@ class SavePolicy:
     consolidate: bool = attrs.field(default=True, validator=flag)
     budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
     timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
 
 @attrs.frozen
@@ -235,6 +244,8 @@ class LoadPolicy:
         chunk that several ranks want three times.
     timeout_s
         Longest wait for another rank, in seconds.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Examples
     --------
@@ -258,6 +269,7 @@ class LoadPolicy:
     read_once: bool = attrs.field(default=False, validator=flag)
     budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
     timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
     def selects(self, key: str) -> bool:
         """Tell whether the leaf `key` is to be loaded.

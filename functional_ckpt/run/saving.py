@@ -20,6 +20,7 @@ from functional_ckpt.errors import (
     CheckpointError,
     CheckpointErrors,
     CheckpointWarning,
+    OutcomeUnknownError,
     RankFailedError,
     SaveCancelledError,
     SpecError,
@@ -37,15 +38,13 @@ from functional_ckpt.run.comm import Gather, LocalGather, agree, together
 from functional_ckpt.run.planning import Agreed, PlanMemory, Planner
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.progress import Tracker
-from functional_ckpt.store.base import Store
+from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
-from functional_ckpt.store.chunk import check_chunk
-from functional_ckpt.store.claim import Claim
+from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
-from functional_ckpt.store.opening import open_store
 
 __all__ = [
     "Prepared",
@@ -77,7 +76,7 @@ class Prepared:
     mine: SavePlan
     buffers: tuple[Buffer, ...]
     site: Site
-    claim: Claim | None
+    claim: SaveClaim | None
     started: float
 
 
@@ -117,13 +116,13 @@ def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
 
 def _begin(
     path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, names: Sequence[str]
-) -> tuple[Site, Claim | None]:
+) -> tuple[Site, SaveClaim | None]:
     """Let rank 0 create the place to write to, and check that all ranks see it."""
-    begun: list[tuple[Site, Claim | None]] = []
+    begun: list[tuple[Site, SaveClaim | None]] = []
 
     def coordinate() -> Site | None:
         if gather.rank == 0:
-            begun.append(begin(path, policy.commit, overwrite, names, policy.durability, policy.foreign))
+            begun.append(begin(path, policy.commit, overwrite, names, policy.durability, policy.foreign, policy.store))
         return begun[0][0] if begun else None
 
     try:
@@ -187,8 +186,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     gather = prepared.gather
     mine = prepared.mine
     with abandoning(prepared):
-        guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
-        store = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
+        store = prepared.site.store(_sync_mode(prepared.policy.durability, mine, gather.rank))
     budget = prepared.policy.budget_nbytes
 
     exchange = gather if isinstance(gather, Exchange) else None
@@ -256,7 +254,10 @@ def _check_written(written: Written, tracker: Tracker) -> float:
         raise SaveCancelledError("the save was cancelled")
     # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
     # Alone, too: what was written may have been swept away.
-    _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
+    receipts = [written.receipts[(gather.rank + 1) % gather.size]]
+    if not written.store.capabilities.sized:  # a listing has everything: it is asked for once
+        receipts = [] if gather.rank else list(written.receipts)
+    _check_presence(written.store, written.manifest, receipts)
     return time.monotonic()
 
 
@@ -266,8 +267,11 @@ def _publish(written: Written) -> tuple[str, ...]:
     gather, claim, timeout_s = prepared.gather, prepared.claim, prepared.policy.timeout_s
     published: list[tuple[str, ...]] = []
 
+    def stands() -> bool:
+        return claim is None or claim.is_held()
+
     def confirm() -> None:
-        if claim is not None and not claim.is_held():
+        if not stands():
             raise StorageError(
                 "the claim of this save was removed while it ran, and with it maybe what was written",
                 path=prepared.site.url, remedy="Save again; do not sweep where locks of other machines are not seen",
@@ -285,7 +289,7 @@ def _publish(written: Written) -> tuple[str, ...]:
             policy, site = prepared.policy, prepared.site
             published.append(
                 publish(site, written.store, written.manifest, provenance, policy.consolidate, confirm,
-                        policy.metadata_file)
+                        policy.metadata_file, stands)
             )  # fmt: skip
             unreleased = None if claim is None else claim.release()
             published[0] += () if unreleased is None else (unreleased,)
@@ -305,9 +309,17 @@ def abandoning(prepared: Prepared) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if prepared.gather.rank == 0:
+        if prepared.gather.rank == 0 and _is_any(error, OutcomeUnknownError):
+            if prepared.claim is not None:
+                prepared.claim.drop()
+        elif prepared.gather.rank == 0:
             add_notes(error, abandon(prepared.site, prepared.claim, prepared.gather.size > 1 and _is_broken(error)))
         raise
+
+
+def _is_any(error: BaseException, kind: type[CheckpointError]) -> bool:
+    """Tell whether an error, or one of a group, is of a kind."""
+    return any(isinstance(each, kind) for each in getattr(error, "exceptions", (error,)))
 
 
 def _is_broken(error: BaseException) -> bool:
@@ -327,11 +339,13 @@ def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> Chu
     return ChunkRows.joined(renumbered)
 
 
-def _check_presence(store: Store, manifest: Manifest, receipt: Receipt) -> None:
-    entries = [manifest.by_key[key] for key in receipt.keys]
-    rows = zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
-    found = (check_chunk(store, entries[array], entries[array].grid.index(chunk)) for array, chunk in rows)
-    raise_problems(problem for problem in found if problem is not None)
+def _check_presence(store: Store, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
+    rows = (
+        (manifest.by_key[receipt.keys[array]], chunk)
+        for receipt in receipts
+        for array, chunk in zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
+    )
+    raise_problems(check_chunks(store, ((entry, entry.grid.index(chunk)) for entry, chunk in rows)))
 
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:

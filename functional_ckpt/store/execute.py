@@ -79,7 +79,11 @@ def write_plan(
     direct: list[Digest] = []
     work = _direct_work(plan, buffers, store)
     try:
-        direct = [d for found in run_all(work, budget_nbytes, on_bytes) for d in cast("list[Digest]", found or ())]
+        direct = [
+            d
+            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+            for d in cast("list[Digest]", found or ())
+        ]
     except Exception as error:
         failure = error
     exchange = exchange or LocalExchange()
@@ -101,8 +105,8 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys = tuple(array.spec.key for array in plan.arrays)
-    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes))), 0, Traffic())
+    keys, in_flight = tuple(array.spec.key for array in plan.arrays), store.capabilities.in_flight
+    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, in_flight))), 0, Traffic())
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -198,7 +202,7 @@ def read_plan(
     work: list[Work] = []
     for read in plan.reads:
         work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
-    run_all(work, budget_nbytes, on_bytes)
+    run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
 
 
 @attrs.frozen

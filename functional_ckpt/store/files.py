@@ -77,7 +77,7 @@ class FileStore:
 
     root: Path
     sync: str = "none"
-    guard: Path | None = None
+    guard: str | None = None
     _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True while they hold names that are not durable.
@@ -134,13 +134,13 @@ class FileStore:
         """Raise `StorageError` if the save that writes here was given up; a rank that was late finds it out so."""
         if self.guard is None:
             return
-        with storage_errors("looking at the claim", str(self.guard)):
+        with storage_errors("looking at the claim", self.guard):
             try:
-                os.lstat(self.guard)
+                os.lstat(self._prefix + self.guard)
             except FileNotFoundError:
                 raise StorageError(
                     "the save was given up or swept while this rank was writing", path=self.url,
-                    expected=f"the claim {self.guard.name}", found="none", remedy="Save again under a new path",
+                    expected=f"the claim {self.guard}", found="none", remedy="Save again under a new path",
                 ) from None  # fmt: skip
 
     def publish(self, name: str, data: bytes) -> None:

@@ -18,6 +18,7 @@ from functional_ckpt.errors import (
     changed,
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
@@ -31,7 +32,7 @@ __all__ = ["Opened", "VerifyReport", "read_manifest", "verify"]
 _BUDGET_NBYTES = 2**30
 
 
-def read_manifest(path: str | Path) -> Manifest:
+def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked against the digest in its root.
 
     Raises
@@ -48,7 +49,7 @@ def read_manifest(path: str | Path) -> Manifest:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://nothing, ...
     """
-    return Opened.at(path).manifest
+    return Opened.at(path, store).manifest
 
 
 @attrs.frozen(eq=False)
@@ -73,7 +74,7 @@ class Opened:
     _stamp: object
 
     @classmethod
-    def at(cls, path: str | Path, attempts: int = 10) -> "Opened":
+    def at(cls, path: str | Path, access: StorePolicy = StorePolicy(), attempts: int = 10) -> "Opened":
         """Open the checkpoint at `path`; if another takes its place meanwhile, that one.
 
         Raises
@@ -81,13 +82,13 @@ class Opened:
         NotACheckpointError, CorruptionError
             See `read_manifest`.
         """
-        store = open_store(path).pinned()
+        store = open_store(path, access=access).pinned()
         try:
             return cls._of(store)
         except StorageError:
             if store.is_current() or attempts == 1:
                 raise
-        return cls.at(path, attempts - 1)
+        return cls.at(path, access, attempts - 1)
 
     @classmethod
     def _of(cls, store: Store) -> "Opened":
@@ -184,7 +185,9 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
+def verify(
+    path: str | Path, on_bytes: Callable[[int], None] | None = None, *, store: StorePolicy = StorePolicy()
+) -> VerifyReport:
     """Read every chunk and compare it with its digest, and root and every array's metadata with the manifest.
 
     Problems of root and arrays are returned, not raised.
@@ -196,11 +199,11 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     ReplacedError
         If it was replaced meanwhile.
     """
-    opened = Opened.at(path)
-    store, manifest = opened.store, opened.manifest
-    work = [Work(0, lambda: _root_problem(store, manifest), 0)]
-    work += [w for entry in manifest.arrays for w in _checks(store, entry)]
-    found = run_all(work, _BUDGET_NBYTES, on_bytes)
+    opened = Opened.at(path, store)
+    found_in, manifest = opened.store, opened.manifest
+    work = [Work(0, lambda: _root_problem(found_in, manifest), 0)]
+    work += [w for entry in manifest.arrays for w in _checks(found_in, entry)]
+    found = run_all(work, _BUDGET_NBYTES, on_bytes, found_in.capabilities.in_flight)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()

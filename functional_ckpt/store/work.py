@@ -1,10 +1,10 @@
 """Many small and few large pieces of work on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
-from threading import Thread
+from threading import Condition, Thread
 
 import attrs
 
@@ -29,11 +29,40 @@ def thread_count() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], None] | None = None) -> list[object]:
+class _Budget:
+    """Bytes that pieces hold at a time; a piece that is larger than all of it goes alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = self._all = nbytes
+        self._changed = Condition()
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room."""
+        nbytes = min(nbytes, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify_all()
+
+
+def run_all(
+    work: Iterable[Work],
+    budget_nbytes: int,
+    on_bytes: Callable[[int], None] | None = None,
+    in_flight: int = 0,
+) -> list[object]:
     """Run all `work` and return the results in order; after the first failure nothing more begins.
 
     Large pieces run on threads, one at a time each, and there are only as many threads as `budget_nbytes` allows of the
-    largest piece; this thread does the small ones and then helps.
+    largest piece; this thread does the small ones and then helps. Where each piece waits for a server, `in_flight` of
+    them run at a time, large and small, as far as what they hold keeps to the budget: each counts three times, since
+    requests are copied on their way.
 
     Examples
     --------
@@ -45,6 +74,9 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     failures: list[BaseException] = []
     small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES]
     large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES]
+    if in_flight:
+        small, large = [], list(range(len(pieces)))
+    budget = _Budget(budget_nbytes)
     largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
 
     def drain(order: Iterable[int]) -> None:
@@ -52,7 +84,9 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
             for i in order:
                 if failures:
                     return
-                results[i] = pieces[i].call()
+                piece = pieces[i]
+                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if in_flight else nullcontext():
+                    results[i] = piece.call()
                 if on_bytes is not None:
                     on_bytes(pieces[i].nbytes)
         except BaseException as error:
@@ -60,7 +94,7 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
 
     # The large ones have one iterator for all threads: taking its next item is atomic.
     todo = iter(large)
-    count = min(thread_count(), len(large), max(1, budget_nbytes // largest))
+    count = min(in_flight or thread_count(), len(large), len(large) if in_flight else max(1, budget_nbytes // largest))
     helpers = [Thread(target=drain, args=(todo,)) for _ in range(count - 1)]
     started: list[Thread] = []
     try:

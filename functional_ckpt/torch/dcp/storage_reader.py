@@ -15,9 +15,10 @@ from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.store.access import SCHEMES, StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunk
+from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
@@ -100,12 +101,12 @@ class ZarrStorageReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP plans with it: one chunk per tensor."""
-        self._opened = _Opened.at(self.path)
+        self._opened = _Opened.at(self.path, self.policy.store)
         return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Open the checkpoint, unless `read_metadata` has."""
-        self._opened = self._opened or _Opened.at(self.path)
+        self._opened = self._opened or _Opened.at(self.path, self.policy.store)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -117,7 +118,7 @@ class ZarrStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once to where they belong."""
-        opened, self._opened = self._opened or _Opened.at(self.path), None
+        opened, self._opened = self._opened or _Opened.at(self.path, self.policy.store), None
         with closing(opened.source):
             self._read(opened, plan, planner)
         return done(None)
@@ -143,9 +144,9 @@ class _Opened:
     source: Opened
 
     @classmethod
-    def at(cls, path: str | Path) -> "_Opened":
+    def at(cls, path: str | Path, access: StorePolicy) -> "_Opened":
         """Open the checkpoint at `path`."""
-        return cls(Opened.at(path))
+        return cls(Opened.at(path, access))
 
     @property
     def store(self) -> Store:
@@ -206,8 +207,7 @@ class _Opened:
             for read in plan.reads
             for index in entries[read.key].grid.touched(read.box)
         }
-        problems = (check_chunk(self.store, entry, index) for (_, index), entry in needed.items())
-        raise_problems(problem for problem in problems if problem is not None)
+        raise_problems(check_chunks(self.store, ((entry, index) for (_, index), entry in needed.items())))
         read_plan(plan, entries, buffers, self.store, memory.budget(policy.budget_nbytes), policy.verify)
         memory.check(entries, self.store, policy.cast, False, policy.budget_nbytes)
 
@@ -239,11 +239,11 @@ def has_store(checkpoint_id: Any) -> bool:
 
     Examples
     --------
-    >>> has_store("/tmp/a"), has_store("s3://bucket/a")
-    (True, False)
+    >>> has_store("/tmp/a"), has_store("s3://bucket/a"), has_store("hdfs://host/a")
+    (True, True, False)
     """
     text = str(checkpoint_id)
-    return text.partition("://")[0] in ("file", "memory") if "://" in text else bool(text)
+    return text.partition("://")[0] in ("file", "memory", *SCHEMES) if "://" in text else bool(text)
 
 
 def _uncovered(items: list[ReadItem], planner: Any) -> list[ProblemError]:
