@@ -13,7 +13,7 @@ from functional_ckpt.run.arguments import check_save
 from functional_ckpt.run.capture import Captured, capture
 from functional_ckpt.run.comm import Gather, LocalGather, lane_of, turn_of
 from functional_ckpt.run.loading import load_tree
-from functional_ckpt.run.pending import PendingSave, raise_dropped, start, wait_for_all
+from functional_ckpt.run.pending import PendingSave, raise_dropped, refuse_while_running, start, wait_for_all
 from functional_ckpt.run.planning import PlanMemory
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
 from functional_ckpt.run.progress import Progress, Tracker
@@ -92,7 +92,8 @@ def async_save(
 ) -> PendingSave:
     """Save in the background; returns when the state may be changed again, that is when it is copied to the host.
 
-    Arguments as for `save`. Saves of one process run one after the other.
+    Arguments as for `save`. Saves of one process run one after the other; while one runs the next waits here, so that
+    no more than one copy is held, unless `SavePolicy.in_flight` says otherwise.
 
     Raises
     ------
@@ -109,7 +110,11 @@ def async_save(
 
     def check() -> None:
         check_save("async_save", state, path, policy, overwrite, attributes, progress)
+        if policy.in_flight == "refuse":
+            refuse_while_running()
 
+    if getattr(policy, "in_flight", "wait") == "wait":  # what is no policy is refused once all ranks can hear of it
+        wait_for_all()
     what = f"async_save of {named(path)}"
     gather = _gather(process_group, policy, "async_save", what)
     tracker = Tracker(progress)

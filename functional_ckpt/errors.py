@@ -38,6 +38,7 @@ __all__ = [
     "ReplacedError",
     "ReplicaError",
     "SaveCancelledError",
+    "SaveInFlightError",
     "ShapeError",
     "SpecError",
     "StorageError",
@@ -223,6 +224,10 @@ class RankFailedError(ProblemError):
 
 class SaveCancelledError(ProblemError):
     """The save was cancelled before it was published."""
+
+
+class SaveInFlightError(ProblemError):
+    """An earlier save of this process is still running, and the policy says to refuse another one."""
 
 
 class NotImplementedYet(ProblemError, NotImplementedError):  # noqa: N818 - reads as a state, not an error

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE or --hypothesis-profile: dev, ci or nightly."""
+"""Hypothesis profiles, chosen by HYPOTHESIS_PROFILE or --hypothesis-profile: few, dev, ci or nightly."""
 
 import os
 
@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 # Laws call torch and write files; a slow first example says nothing about the law.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
+settings.register_profile("few", max_examples=10, **COMMON)
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("ci", max_examples=300, derandomize=False, print_blob=True, **COMMON)
 settings.register_profile("nightly", max_examples=10_000, print_blob=True, **COMMON)

@@ -121,12 +121,10 @@ def planned(placed, path, policy, gather, tell):
     """Plan the save of placed arrays; with `tell` their leaves say how all ranks hold them."""
     leaves = tuple(ArrayLeaf(item.array, (item.key,), sharding=item.sharding if tell else None) for item in placed)
     parts = [[part.shard for part in item.sharding.parts(item.array, gather.rank)] for item in placed]
-    numbers, count = {}, 0
-    for item, held in zip(placed, parts, strict=True):
-        numbers[item.key], count = range(count, count + len(held)), count + len(held)
+    counts = tuple(map(len, parts))
     shards = () if tell else tuple(shard for held in parts for shard in held)
     common = LocalState(leaves, shards)
-    captured = Captured(common, LocalState(), (BLANK,) * count, numbers)
+    captured = Captured(common, LocalState(), (BLANK,) * sum(counts), counts)
     return planning.Planner(path, policy, gather, api._PLANS).agree(lambda: captured)[0]
 
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_ckpt.errors import ShapeError
-from functional_ckpt.spec.box import MAX_RANK, Box
+from functional_ckpt.spec.box import MAX_NDIM, Box
 from functional_ckpt.testing import model
 from functional_ckpt.testing import strategies as fst
 
@@ -107,7 +107,7 @@ def test_values_are_hashable_and_equal_by_content(case):
     assert Box.from_shape(a.shape, a.start) == a
 
 
-@pytest.mark.parametrize(("start", "stop"), [((0,), (1, 2)), ((2,), (1,)), ((-1,), (1,)), ((0,) * (MAX_RANK + 1),) * 2])
+@pytest.mark.parametrize(("start", "stop"), [((0,), (1, 2)), ((2,), (1,)), ((-1,), (1,)), ((0,) * (MAX_NDIM + 1),) * 2])
 def test_what_is_no_box_is_refused(start, stop):
     with pytest.raises(ShapeError):
         Box(start, stop)

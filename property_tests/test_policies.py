@@ -51,7 +51,18 @@ def is_sequence(value):
 TYPES = {
     **dict.fromkeys(["layout"], lambda value: isinstance(value, LayoutPolicy)),
     **dict.fromkeys(
-        ["replicas", "replicated", "durability", "commit", "foreign", "cast", "verify", "missing", "unexpected"],
+        [
+            "replicas",
+            "replicated",
+            "durability",
+            "commit",
+            "foreign",
+            "in_flight",
+            "cast",
+            "verify",
+            "missing",
+            "unexpected",
+        ],
         is_text,
     ),
     **dict.fromkeys(["extended_dtypes"], is_text),
@@ -89,8 +100,8 @@ PLAIN = st.one_of(
     st.floats(),
     st.text("ab.", max_size=3),
     st.sampled_from(
-        ["auto", "fsync", "keep", "refuse", "elect", "declared", "none", "error", "any", "raise", "report", "ignore",
-         "first", "trust", "torch", "native", "bits", "zstd", "crc32c", "cpu", "full"]
+        ["auto", "fsync", "keep", "refuse", "queue", "elect", "declared", "none", "error", "any", "raise", "report",
+         "ignore", "first", "trust", "torch", "native", "bits", "zstd", "crc32c", "cpu", "full"]
     ),
     st.binary(max_size=2),
 )  # fmt: skip
@@ -176,6 +187,6 @@ def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
 
 def test_fields_with_words():
     assert {name for _, name in WORDS} == {
-        "replicas", "replicated", "durability", "commit", "foreign", "object_codec", "cast", "verify", "per_rank",
-        "safe_globals", "extended_dtypes", "missing", "unexpected",
+        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "object_codec", "cast", "verify",
+        "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
     }  # fmt: skip

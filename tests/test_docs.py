@@ -1,114 +1,94 @@
-"""Everything the documentation shows is run: snippets by file, the README's blocks in order."""
+"""Everything that the documentation shows is run, as `tests.pages` finds it in the pages."""
 
 import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from functional_ckpt import errors
+from tests.pages import DOCS, PAGES, ROOT, TOKEN, programs
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
-SNIPPETS = DOCS / "snippets"
 FIGURES = DOCS / "figures"
-PAGES = sorted(DOCS.rglob("*.md"))
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# On one line, or, where ruff would format the line as Python, as a block.
-INCLUDE = re.compile(r'^--8<--(?: "|\n)([^":\n]+)(?::([a-z_0-9:]+))?(?:"|\n--8<--)$', re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
-
-INCLUDED = [(page, *found) for page in PAGES for found in INCLUDE.findall(page.read_text())]
-# The first is what look_* look into; tests of Megatron and of programs run the others.
-NOT_RUN_HERE = (
-    "look_saved.py",
-    *(path.name for path in SNIPPETS.glob("megatron_*.py")),
-    *(path.name for path in SNIPPETS.glob("program_*.py")),
-)
-SCRIPTS = sorted(p for p in SNIPPETS.iterdir() if p.suffix in (".py", ".sh") and p.name not in NOT_RUN_HERE)
-README = (ROOT / "README.md").read_text()
-README_BLOCKS = [code for language, code in FENCE.findall(README) if language == "python"]
+# What needs a real package is run by the test that the page names.
+HERE = {page: found for page in PAGES if (found := [each for each in programs(page) if not each.by])}
 
 pytest.importorskip("torch")
 
 
-def test_the_scan_found_the_snippets():
+def title(page):
+    return str(page.relative_to(ROOT))
+
+
+def of_one_rank(page):
+    return all(each.ranks == 1 for each in HERE[page])
+
+
+def test_the_scan_found_the_programs():
     assert len(PAGES) > 10
-    assert len(INCLUDED) > 10
-    assert len(SCRIPTS) > 10
-    assert len(README_BLOCKS) >= 2
+    assert len(HERE) > 8
+    assert sum(len(each.prints) > 0 for found in HERE.values() for each in found) > 8
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_pages_hold_no_code_of_their_own(page):
-    for language, code in FENCE.findall(page.read_text()):
-        if language in ("python", "sh"):
-            assert INCLUDE.search(code), f"{page.name} shows code that no test runs:\n{code}"
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_every_block_of_code_and_every_comment_is_understood(page):
+    """An indented block, or a slip in a comment, would keep code from being run."""
+    text = page.read_text()
+    seen = [token.lastgroup for token in TOKEN.finditer(text)]
+    assert len(re.findall(r"```\w", text)) == seen.count("body")
+    assert text.count("<!--") == sum(seen.count(kind) for kind in ("name", "by", "skip", "hidden"))
 
 
-@pytest.mark.parametrize(("page", "name", "part"), INCLUDED, ids=lambda value: str(getattr(value, "stem", value)))
-def test_includes_exist(page, name, part):
-    text = ((FIGURES if name.endswith(".svg") else SNIPPETS) / name).read_text()
-    if part and not re.fullmatch(r"\d*:\d*", part):
-        assert f"[start:{part}]" in text
-        assert f"[end:{part}]" in text
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_the_tests_that_run_the_others_name_them(page):
+    for each in programs(page):
+        if each.by:
+            assert each.name in (ROOT / each.by).read_text()
 
 
-def test_every_snippet_is_shown():
-    shown = {name for _, name, _ in INCLUDED}
-    hidden = {path.name for path in SNIPPETS.iterdir() if path.is_file()} - shown
-    assert hidden == {
-        "look_saved.py",
-        "look_bfloat16.out",
-        "per_rank.out",
-        "verify.out",
-    }  # the first is what look_* look into
-
-
-def test_figures_are_drawn_from_the_plans_of_today():
-    figures = runpy.run_path(str(FIGURES / "make.py"))["FIGURES"]
-    for name, draw in figures.items():
-        assert draw() == (FIGURES / name).read_text(), "run docs/figures/make.py"
-
-
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if "torchrun" not in s.name], ids=lambda script: script.name)
-def test_snippet(script, tmp_path):
-    if script.name.startswith("look_"):
-        execute(SNIPPETS / "look_saved.py", tmp_path)
-    printed = execute(script, tmp_path)
-    expected = script.with_suffix(".out")
-    if expected.exists():
-        assert printed == expected.read_text()
+@pytest.mark.parametrize("page", [page for page in HERE if of_one_rank(page)], ids=title)
+def test_programs(page, tmp_path):
+    check(page, tmp_path)
 
 
 @pytest.mark.mp
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if "torchrun" in s.name], ids=lambda script: script.name)
-def test_snippet_on_two_ranks(script, tmp_path):
-    execute(script, tmp_path, ranks=2)
+@pytest.mark.parametrize("page", [page for page in HERE if not of_one_rank(page)], ids=title)
+def test_programs_on_two_ranks(page, tmp_path):
+    check(page, tmp_path)
 
 
-@pytest.mark.mp
-def test_readme_blocks(tmp_path):
-    """One folder for all: the first block saves what the later ones look at."""
-    for number, code in enumerate(README_BLOCKS):
-        script = tmp_path / f"block{number}.py"
-        script.write_text(code)
-        execute(script, tmp_path, ranks=2 if "torchrun" in code else 1)
+def check(page, folder):
+    """One folder for all: the first program may save what the later ones look at."""
+    for each in HERE[page]:
+        printed = execute(each, folder)
+        if each.prints:
+            assert printed == each.prints, f"{page.name} shows what {each.name} no longer prints"
 
 
-def execute(script, folder, ranks=1):
-    """Run a script in `folder` and return what it printed; fail with its errors if it fails."""
-    python = [sys.executable]
-    if ranks > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+def execute(program, folder):
+    """Run a program in `folder` and return what it printed; fail with its errors if it fails."""
+    script = folder / "programs" / program.name  # not in `folder`: a script called inspect.py is no module
+    script.parent.mkdir(exist_ok=True)
+    # The reader's environment is the one that runs the tests.
+    script.write_text(program.code.replace(".venv/bin/functional-ckpt", "functional-ckpt"))
+    python = [sys.executable, "-P"]
+    if program.ranks > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        python += [f"--nproc-per-node={program.ranks}"]
     # A shell function of the command's name, so that the command itself need not be on the path.
     shell = ["bash", "-euc", 'functional-ckpt() { "$0" -m functional_ckpt.cli "$@"; }; . "$1"', sys.executable]
     words = [*(shell if script.suffix == ".sh" else python), str(script)]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, f"{script.name} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_figures_are_drawn_from_the_plans_of_today():
+    figures = runpy.run_path(str(FIGURES / "make.py"))["FIGURES"]
+    for name, draw in figures.items():
+        assert draw() == (FIGURES / name).read_text(), "run docs/figures/make.py"
 
 
 # ---- Pages that follow the code -----------------------------------------------------------------
@@ -143,7 +123,7 @@ def test_decisions_are_numbered_and_complete():
         assert headings == ["Context", "Decision", "Evidence", "Alternatives"], path.name
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_between_files_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         if "://" not in target:

@@ -117,7 +117,7 @@ ONE, DIFFER = (
 )
 ALIKE, LACKED = (
     "the checkpoint has one value, `like` values that differ by rank: key",
-    "that differ by rank, which `like` does not: key",
+    "the checkpoint has a PerRank value that `like` does not: key",
 )
 KINDS = {
     # stored, wanted: words

@@ -14,8 +14,10 @@ import pytest
 
 import functional_ckpt
 from functional_ckpt import SavePolicy, async_save, save
-from functional_ckpt.errors import StorageError
+from functional_ckpt.errors import SaveInFlightError, StorageError
+from functional_ckpt.run.comm import LocalGather
 from functional_ckpt.store.files import FileStore
+from functional_ckpt.testing.simulate import run_ranks
 
 FAST = SavePolicy(durability="none")
 ONES = {"w": np.ones(3)}
@@ -38,6 +40,73 @@ def test_a_later_save_is_published_later(tmp_path):
     save(at(101), tmp_path / "last", policy=FAST, overwrite=True)
     pending.result()
     assert functional_ckpt.open_checkpoint(tmp_path / "last")["w"][0] == 101
+
+
+def events_of_two(tmp_path, in_flight):
+    """Begin a save in the background that takes its time, and another one; return in which order what took place."""
+    events = []
+
+    def report(number):
+        def tell(progress):
+            if progress.phase == "publish":
+                time.sleep(0.3)
+            events.append(f"{progress.phase} {number}")
+
+        return tell
+
+    policy = SavePolicy(durability="none", in_flight=in_flight)
+    first = async_save(at(1), tmp_path / "first", policy=FAST, progress=report(1))
+    try:
+        async_save(at(2), tmp_path / "second", policy=policy, progress=report(2)).result()
+    finally:
+        first.result()
+    return events
+
+
+def test_the_next_save_copies_the_state_when_the_one_before_is_done(tmp_path):
+    """So that one copy of the state is held at a time, however often a loop saves."""
+    events = events_of_two(tmp_path, "wait")
+    assert events.index("done 1") < events.index("stage 2")
+
+
+def test_a_queue_of_saves_holds_a_copy_each(tmp_path):
+    events = events_of_two(tmp_path, "queue")
+    assert events.index("stage 2") < events.index("done 1") < events.index("publish 2")
+
+
+def test_a_save_is_refused_while_another_runs_if_the_policy_says_so(tmp_path):
+    with pytest.raises(SaveInFlightError, match=r"still running.*in_flight='wait'"):
+        events_of_two(tmp_path, "refuse")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first"]
+    async_save(at(2), tmp_path / "second", policy=SavePolicy(in_flight="refuse")).result()
+
+
+def test_one_rank_that_is_busy_refuses_for_all(tmp_path):
+    lingering = threading.Event()
+
+    def run(gather):
+        mine = LocalGather()
+        busy = None
+        if gather.rank == 1:
+            busy = async_save(at(1), tmp_path / "mine", policy=FAST, process_group=mine, progress=wait_for(lingering))
+        policy = SavePolicy(durability="none", in_flight="refuse")
+        try:
+            with pytest.raises(SaveInFlightError):
+                async_save(at(2), tmp_path / "all", policy=policy, process_group=gather)
+        finally:
+            lingering.set()
+            if busy is not None:
+                busy.result()
+
+    run_ranks(2, run)
+
+
+def wait_for(event):
+    def report(progress):
+        if progress.phase == "publish":
+            event.wait(30)
+
+    return report
 
 
 def test_a_save_within_a_save_in_the_background_does_not_wait_for_it(tmp_path):

@@ -215,8 +215,9 @@ def test_saves_that_wait_for_one_another_replace_in_their_order(tmp_path):
     begun = threading.Event()
     save(state(0), tmp_path / "a", policy=FAST)
     hold = once("publish", lambda: begun.wait(60))
+    queued = attrs.evolve(FAST, in_flight="queue")
     pending = [
-        async_save(state(step), tmp_path / "a", policy=FAST, overwrite=True, progress=hold) for step in (1, 2, 3)
+        async_save(state(step), tmp_path / "a", policy=queued, overwrite=True, progress=hold) for step in (1, 2, 3)
     ]
     begun.set()
     for save_ in pending:

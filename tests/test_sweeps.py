@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 
@@ -12,6 +13,7 @@ from functional_ckpt import SavePolicy, load, save, sweep, verify
 from functional_ckpt.errors import AlreadyExistsError
 from functional_ckpt.store import claim as claims
 from functional_ckpt.store.claim import Claim
+from functional_ckpt.store.temporary import claim_name, working_name
 from tests.effects import EFFECTS, watched
 
 FAST = SavePolicy(durability="none")
@@ -169,3 +171,45 @@ def test_killed_at_any_moment_it_leaves_what_is_not_its_own(tmp_path, monkeypatc
         if next(count) <= at:
             break
     assert at > 2
+
+
+def killed_save(path):
+    """Leave what a save to `path` leaves that is killed while it writes."""
+    work = path.parent / working_name(path.name, ID)
+    (work / "w").mkdir(parents=True)
+    (work / "w/c.0").write_text("half")
+    (path.parent / claim_name(ID, path.name)).write_text(json.dumps({"save_id": ID, "pid": 1, "locked": True}))
+
+
+def test_a_save_removes_what_a_dead_save_to_its_path_has_left(tmp_path):
+    killed_save(tmp_path / "a")
+    save(state(1), tmp_path / "a", policy=FAST)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_save_leaves_what_is_of_saves_to_other_paths_or_of_live_ones(tmp_path):
+    killed_save(tmp_path / "a")
+    killed_save(tmp_path / "b")
+    before = {*os.listdir(tmp_path)}
+    live = os.open(tmp_path / claim_name(ID, "a"), os.O_RDWR)
+    try:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        save(state(1), tmp_path / "a", policy=FAST)
+    finally:
+        os.close(live)
+    assert {*os.listdir(tmp_path)} == {"a", *before}
+
+
+def test_a_save_that_cannot_remove_what_a_dead_one_has_left_goes_on(tmp_path):
+    killed_save(tmp_path / "a")
+
+    def refuse(call):
+        if call.name == "unlink" and "c.0" in call.paths[0]:
+            raise OSError(13, "refused")
+        return call.do()
+
+    with watched(tmp_path, refuse):
+        save(state(1), tmp_path / "a", policy=FAST)
+    assert step_of(tmp_path / "a") == 1
+    assert len(sweep(tmp_path)) == 2
+    assert os.listdir(tmp_path) == ["a"]

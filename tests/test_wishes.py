@@ -64,7 +64,7 @@ def test_what_is_no_path(name, here, problems_of):
 
 
 def test_a_scheme_without_a_store(here, problems_of):
-    for path in ("s3://b/x", "S3://b/x"):
+    for path in ("hdfs://b/x", "HDFS://b/x"):
         (problem,) = problems_of(save, STATE, path)
         assert isinstance(problem, NotImplementedYet)
 
@@ -142,13 +142,13 @@ def like(model="model"):
     return {model: {"a": np.zeros(2), "b": np.zeros(2)}, "step": 0}
 
 
-NO_KEY = "names a prefix that no key has: key"
+NO_KEY = "has a prefix that matches no key: key"
 PREFIXES = {
     # policy: the problem's words, None for none
     "misspelt": (LoadPolicy(keys="modle"), f"LoadPolicy.keys {NO_KEY} 'modle'. Did you mean 'model'?"),
     "one of two": (LoadPolicy(keys=["step", "model.c"]), f"{NO_KEY} 'model.c'. Did you mean 'model."),
-    "a pattern": (LoadPolicy(keys="model.a*"), f"{NO_KEY} 'model.a*'. It is no pattern: 'model' holds all keys below"),
-    "a pattern of all": (LoadPolicy(keys="*"), "It is no pattern: '' holds all keys"),
+    "a pattern": (LoadPolicy(keys="model.a*"), f"{NO_KEY} 'model.a*'. A prefix is not a pattern: pass 'model' for all"),
+    "a pattern of all": (LoadPolicy(keys="*"), "A prefix is not a pattern: pass '' for all keys"),
     "the end of a key": (LoadPolicy(keys="b"), "Did you mean 'model.b'?"),
     "none": (LoadPolicy(keys=lambda key: key == "c"), "LoadPolicy.keys selects nothing. `like` has 'model.a', "),
     "none at all": (LoadPolicy(keys=()), "LoadPolicy.keys selects nothing"),
@@ -205,7 +205,7 @@ def test_a_prefix_of_codecs_holds_keys_of_any_rank(tmp_path, problems_of):
     assert manifest.by_key["optim.m"].layout.codecs == ("zstd",)
     for problems in run_ranks(2, lambda gather: problems_of(saving, gather, {"optm": "zstd"})):
         (problem,) = problems
-        assert "LayoutPolicy.codecs names a prefix that no key has: key 'optm'. Did you mean 'optim'?" in str(problem)
+        assert "LayoutPolicy.codecs has a prefix that matches no key: key 'optm'. Did you mean 'optim'?" in str(problem)
 
 
 # The first hour: what a newcomer tries, and what it says

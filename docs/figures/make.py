@@ -1,6 +1,7 @@
 """Draw the figures from real plans: ``python docs/figures/make.py`` writes the SVG files beside this one.
 
-Colours stand for ranks. Run it again when the layout ladder changes; a test says when.
+Colours stand for ranks. A test says when the code plans otherwise than the files show. Each figure brings its own
+background: code hosts and sites show it as an image, by day and by night.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def rectangle(box: Box, at: tuple[float, float], scale: float, style: str) -> st
     return f'<rect x="{x:g}" y="{y:g}" width="{columns * scale:g}" height="{rows * scale:g}" {style}/>'
 
 
-def label(text: str, x: float, y: float, small: bool = False) -> str:
-    """Write a line of text, centred at `x`."""
-    kind = ' class="small"' if small else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle"{kind}>{text}</text>'
+def label(text: str, x: float, y: float, small: bool = False, anchor: str = "middle") -> str:
+    """Write a line of text, centred at `x` unless `anchor` says otherwise."""
+    kind = ' font-size="10" fill-opacity="0.75"' if small else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{kind}>{text}</text>'
 
 
 def held(boxes: Sequence[Box], at: tuple[float, float], scale: float) -> Iterator[str]:
@@ -44,10 +45,15 @@ def chunks(grid: ChunkGrid, at: tuple[float, float], scale: float) -> Iterator[s
 
 
 def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return a whole figure; no blank line, which would end it in the middle of a Markdown page."""
-    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
-    head = f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>"]) + "\n"
+    """Return a whole figure on a card of its own."""
+    margin = 16
+    wide, high = width + 2 * margin, height + 2 * margin
+    box = f'x="{-margin}" y="{-margin}" width="{wide:g}" height="{high:g}"'
+    size = f'viewBox="{-margin} {-margin} {wide:g} {high:g}" width="{wide:g}" height="{high:g}"'
+    look = 'color="#1f2328" fill="currentColor" font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {look} role="img">'
+    card = f'<rect {box} rx="8" fill="#ffffff"/>'
+    return "\n".join([head, f"<title>{title}</title>", card, *parts, "</svg>"]) + "\n"
 
 
 def rows(extent: int, width: int, ranks: int) -> list[Box]:
@@ -62,23 +68,66 @@ def columns(extent: int, width: int, ranks: int) -> list[Box]:
     return [Box((0, r * step), (extent, (r + 1) * step)) for r in range(ranks)]
 
 
+def arrow(x: float, y: float, length: float) -> str:
+    """Draw an arrow to the right."""
+    return f'<path d="M{x:g} {y:g} h{length:g} m-8 -5 l8 5 l-8 5" {LINE}/>'
+
+
+def planned(saved: Sequence[Box]) -> SavePlan:
+    """Plan a 16 x 16 array of which each rank saves a box, with a chunk for each."""
+    array = ArraySpec("w", (16, 16), "float32")
+    return plan_save(World([[ShardSpec(array, box)] for box in saved]), LayoutPolicy(min_chunk_nbytes=0))
+
+
+def read_by(plan: SavePlan, wanted: Box) -> list[Box]:
+    """Return what of each chunk a rank reads that wants this box."""
+    (planned_array,) = plan.arrays
+    digests = bytes(DIGEST_NBYTES * planned_array.grid.size)
+    array = ArraySpec("w", (16, 16), "float32")
+    entry = ArrayEntry(array, planned_array.layout, digests)
+    return [read.box for read in plan_load({"w": entry}, [ShardSpec(array, wanted)]).reads]
+
+
 def life() -> str:
     """Four row blocks become chunks, and chunks two column blocks."""
-    array = ArraySpec("w", (16, 16), "float32")
     saved, wanted = rows(16, 16, 4), columns(16, 16, 2)
-    plan = plan_save(World([[ShardSpec(array, box)] for box in saved]), LayoutPolicy(min_chunk_nbytes=0))
-    layout = plan.arrays[0].layout
-    entry = ArrayEntry(array, layout, bytes(DIGEST_NBYTES * plan.arrays[0].grid.size))
-    reads = plan_load({"w": entry}, [ShardSpec(array, wanted[1])]).reads
+    plan = planned(saved)
     scale, top = 9, 34
     parts = [label("4 ranks hold rows", 72, 20), *held(saved, (0, top), scale)]
     parts += [label("chunks on disk, what rank 1 reads", 372, 20), *chunks(plan.arrays[0].grid, (300, top), scale)]
-    parts += [rectangle(read.box, (300, top), scale, f'fill="{COLOURS[1]}" fill-opacity="0.55"') for read in reads]
+    fill = f'fill="{COLOURS[1]}" fill-opacity="0.55"'
+    parts += [rectangle(box, (300, top), scale, fill) for box in read_by(plan, wanted[1])]
     parts += [label("2 ranks want columns", 672, 20), *held(wanted, (600, top), scale)]
     for x, verb in ((222, "save"), (522, "load")):
-        arrow = f"M{x - 44} {top + 72} h80 m-8 -5 l8 5 l-8 5"
-        parts += [label(verb, x, top + 62), f'<path d="{arrow}" {LINE}/>']
-    return svg(744, 186, "A tensor saved by rows and loaded by columns", parts)
+        parts += [label(verb, x, top + 62), arrow(x - 44, top + 72, 80)]
+    return svg(744, 178, "A tensor saved by rows and loaded by columns", parts)
+
+
+def overview() -> str:
+    """One tensor, saved by four ranks, and three ways to have it back."""
+    saved, wanted = rows(16, 16, 4), columns(16, 16, 2)
+    plan = planned(saved)
+    grid = plan.arrays[0].grid
+    scale, small, top = 9, 4.5, 44
+    parts = [label("trained on 4 ranks", 72, 12), label("FSDP: rows of model.w", 72, 30, True)]
+    parts += held(saved, (0, top), scale)
+    parts += [label("a plain Zarr v3 array", 352, 12), label("checkpoint/model.w/", 352, 30, True)]
+    parts += chunks(grid, (280, top), scale)
+    for index in grid.touched(Box.from_shape(grid.shape)):
+        parts.append(label("c." + ".".join(map(str, index)), 352, top + 22 + 36 * index[0], True))
+    ways = (
+        (held(wanted, (600, 0), small), "2 ranks", "tensor parallel: columns"),
+        (held([Box.from_shape((16, 16))], (600, 84), small), "1 process", "the whole array"),
+        (chunks(grid, (600, 168), small), "stock tools", "zarr, xarray, TensorStore"),
+    )
+    for number, (drawn, who, what) in enumerate(ways):
+        y = 84 * number + 32
+        parts += [*drawn, label(who, 684, y, anchor="start"), label(what, 684, y + 16, True, anchor="start")]
+        tip = ((-2, 2), (-5, 5), (-8, 8))[number]
+        line = f"M440 {top + 72} L584 {y + 4} m-9 {tip[0]} l9 {tip[1]}"
+        parts.append(f'<path d="{line}" {LINE}/>')
+    parts += [label("save", 212, top + 62), arrow(168, top + 72, 88), label("load", 512, top + 62)]
+    return svg(810, 240, "A tensor saved by 4 ranks becomes a Zarr array that other ranks and stock tools read", parts)
 
 
 def writers(plan: SavePlan) -> Iterator[tuple[int, Box]]:
@@ -113,7 +162,7 @@ def layout() -> str:
             label(f"{grid.size} chunks of {mib:g} MiB", middle, top + 175, True),
         ]
     title = "Chunks chosen for 64 MiB held by 1, 4 and 128 ranks; the bar beside each shows who writes"
-    return svg(744, 216, title, parts)
+    return svg(744, 212, title, parts)
 
 
 def moves() -> str:
@@ -143,10 +192,10 @@ def moves() -> str:
         border = f'fill="none" stroke="{COLOURS[owner]}" stroke-width="2.5"'
         middle = at[1] + (box.start[0] + box.stop[0]) / 2 * scale + 4
         parts += [rectangle(box, at, scale, border), label(f"rank {owner} writes", right[0] + 204, middle, True)]
-    return svg(744, 210, "Pieces move to the owners of chunks", parts)
+    return svg(744, 200, "Pieces move to the owners of chunks", parts)
 
 
-FIGURES = {"life.svg": life, "layout.svg": layout, "moves.svg": moves}
+FIGURES = {"overview.svg": overview, "life.svg": life, "layout.svg": layout, "moves.svg": moves}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

@@ -1,7 +1,7 @@
-"""What ranks tell one another before a save: a few fingerprints each, whatever they hold.
+"""The agreement before a save: each rank sends a few fingerprints, whatever the size of its state.
 
-Ranks that describe the world alike need no more: each plans its own part. Ranks that have planned the same world
-before need no plan. Only otherwise do they gather what they hold.
+If all ranks describe the world in the same way, each plans its own part. If they have planned the same world before,
+they use the cached plan. Otherwise they gather their specs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,10 +26,10 @@ _MODULUS = 2**64
 
 @attrs.frozen
 class Basis:
-    """Everything that a rank brings to a plan: who it is, what is possible, the rules, and the structure of its state.
+    """All inputs of one rank to a plan: rank, abilities of the store and the group, policy, structure of its state.
 
-    `common` may be alike on all ranks, `own` is what only this rank has; `counts` are the numbers of buffers behind
-    the leaves of both. A plan is made from the bases of all ranks and the smallest budget, and from nothing else.
+    `common` may be equal on all ranks, `own` is what only this rank has; `counts` are the numbers of buffers behind
+    the leaves of both. A plan depends on the bases of all ranks and the smallest budget, and on nothing else.
     """
 
     rank: int
@@ -49,12 +49,12 @@ class Basis:
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What must be alike on all ranks so that each knows what the others hold: all but its cells of grids."""
+        """What must be equal on all ranks so that each knows what the others hold: all but its cells of grids."""
         rules = (self.size, self.shared_ok, self.owned_ok, self.layout, self.replicas)
         return *rules, attrs.evolve(self.common, shards=()), self.grids
 
     def is_plannable_alone(self) -> bool:
-        """Tell whether the specs of this rank say how the whole world holds its arrays."""
+        """Tell whether the specs of this rank determine how the whole world holds its arrays."""
         common, gridded = self.common, dict(self.grids)
         if any(needs_gathering(self.rank, shard, self.replicas) for shard in common.shards):
             return False
@@ -62,18 +62,18 @@ class Basis:
             return False
         if not all(leaf.is_copy or leaf.sharding or leaf.key in gridded for leaf in common.arrays):
             return False
-        # Of shards of a grid so small that pieces move, their rank must know who holds the others.
+        # Where the shards of a grid are so small that pieces move, a rank must know which ranks hold the others.
         plans = local_array_plans(common.shards, self.layout, self.shared_ok, self.owned_ok)
         return not any(plan.layout.ownership == "owned" for plan in plans)
 
 
 @attrs.frozen
 class Proposal:
-    """What one rank says: fingerprints of its basis, of what must be alike in it, and of the contents of its state.
+    """What one rank sends: fingerprints of its basis, of the part that must be equal, and of the contents of its state.
 
-    `is_alone` says that the specs tell how the whole world holds its arrays; `fold` adds up to `whole` over ranks that
-    hold every cell of all regular grids once. `planned` is the world of the last plan for this basis. `own` is what
-    only this rank has, contents included, if there is anything.
+    `is_alone`: the specs determine how the whole world holds its arrays. The sum of `fold` over the ranks is `whole`
+    if they hold every cell of all regular grids once. `planned` is the world of the last plan for this basis. `own` is
+    what only this rank has, contents included, or None.
     """
 
     basis: bytes
@@ -88,7 +88,7 @@ class Proposal:
 
 
 def propose(basis: Basis, contents: LocalState, own: LocalState, budget_nbytes: int) -> Proposal:
-    """Return what a rank says of what it brings: `contents` are those of what may be alike on all ranks."""
+    """Return what a rank sends about `basis`; `contents` are those of the part that may be equal on all ranks."""
     alone = basis.is_plannable_alone()
     firsts = {shard.key: shard for shard in basis.common.shards}
     return Proposal(
@@ -97,14 +97,14 @@ def propose(basis: Basis, contents: LocalState, own: LocalState, budget_nbytes: 
         fingerprint(contents),
         alone,
         _fold(basis.common.shards) if alone else 0,
-        _begun(list(firsts.values())) if alone else 0,
+        _expected_fold(list(firsts.values())) if alone else 0,
         budget_nbytes,
         own if own.arrays or own.values else None,
     )
 
 
 def is_plannable_alone(proposals: Sequence[Proposal]) -> bool:
-    """Tell whether each rank can plan its part by itself; the same answer on all ranks."""
+    """Tell whether each rank can plan its part by itself; all ranks compute the same answer."""
     alike = len({proposal.alike for proposal in proposals}) == 1
     complete = (sum(proposal.fold for proposal in proposals) - proposals[0].whole) % _MODULUS == 0
     return alike and complete and all(proposal.is_alone for proposal in proposals)
@@ -116,23 +116,23 @@ def contents_agree(proposals: Sequence[Proposal]) -> bool:
 
 
 def world_digest(proposals: Iterable[Proposal], budget_nbytes: int) -> bytes:
-    """Return what names a plan: the bases of all ranks, and the smallest budget."""
+    """Return the key of a plan in the cache: a digest of the bases of all ranks and the smallest budget."""
     return fingerprint(tuple(proposal.basis for proposal in proposals), budget_nbytes)
 
 
 def _fold(shards: Sequence[ShardSpec]) -> int:
-    """Return a number that adds up, over all ranks, to `_begun` of each grid if each cell has one main replica.
+    """Return a number whose sum over all ranks is `_expected_fold` if each cell of each grid has one main replica.
 
-    Cell i adds ``g(i + 1) - g(i)`` for a random-looking g, and the first cell takes off what all should add up to, so
-    that complete grids add nothing; but it adds `_begun`, so that no cells at all, or all of them twice, add too little
-    or too much.
+    Cell i adds ``g(i + 1) - g(i)`` for a pseudo-random g. The first cell subtracts the sum of these over the grid, so
+    that a complete grid adds zero, and then adds its share of `_expected_fold`, so that a grid without any cell, or
+    with every cell twice, gives another sum.
     """
     mains = [shard for shard in shards if shard.is_main]
     name = _names(mains)
     cell = np.array([_cell(shard) for shard in mains], np.int64)
     last = np.array([prod(shard.grid or ()) for shard in mains], np.int64)
     zero = np.zeros(len(mains), np.int64)
-    with np.errstate(over="ignore"):  # numbers of 64 bits wrap around
+    with np.errstate(over="ignore"):  # 64-bit integers wrap around
         whole = mix(name, last) - mix(name, zero)
         steps = mix(name, cell + 1) - mix(name, cell)
         firsts = np.where(cell == 0, mix(name, zero - 1) - whole, np.uint64(0))
@@ -147,8 +147,8 @@ def _cell(shard: ShardSpec) -> int:
     return number
 
 
-def _begun(shards: Sequence[ShardSpec]) -> int:
-    """Return what complete grids add up to, one shard of each given."""
+def _expected_fold(shards: Sequence[ShardSpec]) -> int:
+    """Return the sum of `_fold` over complete grids, from one shard of each grid."""
     names = _names(shards)
     return int(mix(names, np.full(len(names), -1)).sum(dtype=np.uint64))
 

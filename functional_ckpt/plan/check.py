@@ -1,4 +1,4 @@
-"""Checks of a whole world and of its keys. They return problems as values, all of them."""
+"""Checks of a whole world and of its keys. They return all problems as values."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +19,7 @@ __all__ = ["check_conflicts", "check_cover", "check_unique_keys"]
 
 
 def check_conflicts(conflicts: Iterable[Conflict]) -> list[ProblemError]:
-    """Return a problem for each array that two ranks describe differently; names both ranks.
+    """Return a problem for each array that two ranks describe differently; it names both ranks.
 
     Examples
     --------

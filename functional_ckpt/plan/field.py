@@ -1,4 +1,4 @@
-"""Fields of policies: what each takes, checked when the policy is made."""
+"""Converters and validators of the fields of policies."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from numbers import Integral, Real
@@ -16,25 +16,25 @@ __all__ = [
     "one_of",
     "refuse",
     "seconds",
-    "shown",
+    "short_repr",
     "whole",
 ]
 
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
 
-#: Longest text of a refused value in a message, in characters.
+#: A refused value is cut to so many characters in a message.
 _SHOWN = 80
-#: Sums of sizes stay in 64 bits, and waits in what the clocks below take.
+#: Sums of sizes must fit into 64 bits, and timeouts into what the operating system accepts.
 _LARGEST = 2**62
 _LONGEST_S = 10**9
 
 
-def shown(value: object) -> str:
-    """Return a value as a message shows it.
+def short_repr(value: object) -> str:
+    """Return the repr of a value, shortened for a message.
 
     Examples
     --------
-    >>> shown("x" * 100)[-4:]
+    >>> short_repr("x" * 100)[-4:]
     'x...'
     """
     try:
@@ -45,13 +45,13 @@ def shown(value: object) -> str:
 
 
 def refuse(owner: object, name: str, expected: str, value: object, remedy: str | None = None) -> PolicyError:
-    """Return the error that refuses `value` as `name`, a field of the policy or an argument of the function `owner`."""
+    """Return the error for a wrong `value` of `name`: a field of the policy `owner`, or an argument of a function."""
     what = f"{owner if isinstance(owner, str) else type(owner).__name__} does not accept this {name}"
-    return PolicyError(what, expected=expected, found=shown(value), remedy=remedy)
+    return PolicyError(what, expected=expected, found=short_repr(value), remedy=remedy)
 
 
 def one_of(*words: str) -> Validator:
-    """Return a validator that takes these words only.
+    """Return a validator that accepts these words only.
 
     Examples
     --------
@@ -77,13 +77,13 @@ def is_word(value: object, *words: str) -> bool:
 
 
 def flag(policy: Any, field: Any, value: Any) -> None:
-    """Check that `value` is a bool: ``"no"`` is true, and nobody means that."""
+    """Check that `value` is a bool: a text such as ``"no"`` would count as true."""
     if not isinstance(value, bool):
         raise refuse(policy, field.name, "True or False", value)
 
 
 def whole(low: int) -> Validator:
-    """Return a validator that takes ints from `low` on.
+    """Return a validator that accepts integers from `low` on.
 
     Examples
     --------
@@ -98,13 +98,13 @@ def whole(low: int) -> Validator:
 
 
 def seconds(policy: Any, field: Any, value: Any) -> None:
-    """Check that `value` is a time to wait."""
+    """Check that `value` is a timeout in seconds."""
     if type(value) is not float or not 0 < value <= _LONGEST_S:  # nan compares false
         raise refuse(policy, field.name, "seconds, above 0 and up to 1e9", value)
 
 
 def as_int(value: Any) -> Any:
-    """Return a whole number of any type as an int, and anything else as it is.
+    """Return an integer of any type as an int, and anything else as it is.
 
     Examples
     --------
@@ -131,7 +131,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_tuple(value: Any) -> Any:
-    """Return what can be iterated, once or often, as a tuple; texts, mappings and anything else as they are.
+    """Return an iterable as a tuple; strings, mappings and anything else as they are.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def as_tuple(value: Any) -> Any:
 
 
 def is_function(value: object) -> bool:
-    """Tell whether `value` can be called and, as a policy must be, hashed.
+    """Tell whether `value` is callable and hashable (policies are hashed).
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""`fingerprint`: a digest of a value, made from all of it: whatever field a class gets later is in it too.
+"""`fingerprint`: a digest of a value, made from all of its fields, those that a class gets later included.
 
-Values of one class are taken apart together, field by field, since states have thousands of them.
+Values of one class are encoded together, field by field, since states have thousands of them.
 """
 
 import marshal
@@ -22,14 +22,14 @@ _ATOMS = frozenset({str, int, bool, bytes, float, type(None)})
 
 
 def fingerprint(*values: Any) -> bytes:
-    """Return 16 bytes that equal values share, in every process, and different ones do not.
+    """Return 16 bytes: the same for equal values in every process, different for different values.
 
-    Values are numbers, text, bytes, None, numpy arrays, and tuples and attrs objects of such.
+    Values are numbers, text, bytes, None, numpy arrays, and tuples and attrs objects of these.
 
     Raises
     ------
     TypeError
-        For a value of another type: when two of them are equal is not known here.
+        For a value of another type: this function does not know when two of them are equal.
 
     Examples
     --------
@@ -40,19 +40,19 @@ def fingerprint(*values: Any) -> bytes:
     seen: dict[Any, int] = {}
     told = _column(values, seen)
     once = tuple(_column(_class(Sharding)[1](value), {}) for value in seen)
-    # Version 2 of the encoding writes equal values alike, whichever of them are one object.
+    # Version 2 of marshal encodes equal values equally, whether or not they are one object.
     return blake2b(marshal.dumps((told, once), 2), digest_size=16).digest()
 
 
 def _column(values: tuple[Any, ...], seen: dict[Any, int]) -> tuple[Any, ...]:
-    """Return `values` as atoms, or as a tag, counts, and such columns; `seen` numbers what is written once."""
+    """Return `values` as atoms, or as a tag, counts and columns of fields; `seen` numbers what is written once."""
     kinds: set[Any] = set(map(type, values))
     if kinds <= _ATOMS:
         return values
     if len(kinds) > 1:
         return _mixed(values, seen)
     kind = kinds.pop()
-    if kind is Sharding:  # a mesh of thousands of ranks stands in thousands of leaves: it is written once
+    if kind is Sharding:  # thousands of leaves share a mesh of thousands of ranks: it is written once
         return "once", tuple([seen.setdefault(value, len(seen)) for value in values])
     if issubclass(kind, tuple):
         return "tuple", tuple(map(len, values)), _column(tuple(chain.from_iterable(values)), seen)
@@ -78,7 +78,7 @@ def _mixed(values: tuple[Any, ...], seen: dict[Any, int]) -> tuple[Any, ...]:
 
 @cache
 def _class(kind: Any) -> tuple[str, Callable[[Any], tuple[Any, ...]]]:
-    """Return the name of an attrs class, and what gives its fields."""
+    """Return the name of an attrs class, and a function that returns the values of its fields."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not attrs.has(kind):
         raise TypeError(f"a {name} has no fingerprint")

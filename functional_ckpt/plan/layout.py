@@ -5,10 +5,10 @@
    reach the minimum size, or when one box is the whole array.
 2. *owned*: chunks of a size that suits storage; one rank writes each, the others send it their pieces. Taken
    where ranks can exchange data.
-3. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken where they cannot,
-   on a store that can do that.
+3. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken where ranks cannot
+   exchange data and the store supports it.
 
-Only the boxes, the data type and the policy decide: neither ranks nor their order.
+The choice depends on the boxes, the data type and the policy, not on ranks or their order.
 """
 
 import re
@@ -42,9 +42,9 @@ __all__ = [
 ExtendedDTypes: TypeAlias = Literal["native", "bits"]
 
 MIB = 2**20
-#: Nobody needs more, and a long chain makes TensorStore recurse.
+#: No array needs more, and TensorStore recurses into a long chain.
 MAX_CODECS = 8
-#: Codec -> lowest and highest level; crc32c has none.
+#: Codec -> lowest and highest level; crc32c has no level.
 _CODECS = {"crc32c": (0, -1), "zstd": (-131072, 22), "gzip": (0, 9), "blosc": (0, 9)}
 _CODEC = re.compile(r"(?P<name>[a-z0-9]+)(:(?P<level>-?[0-9]{1,6}))?")
 
@@ -102,8 +102,8 @@ def _is_codec_row(row: Any) -> bool:
 
 def _check_codec_table(policy: Any, field: Any, value: Any) -> None:
     if not isinstance(value, tuple) or not all(map(_is_codec_row, value)):
-        raise refuse(policy, field.name, "{key prefix: a codec or several}", value,
-                     "Pass {'': 'zstd'} for all keys")  # fmt: skip
+        remedy = "Pass {'': 'zstd'} for all keys"
+        raise refuse(policy, field.name, "{key prefix: a codec or several}", value, remedy)
     for _, names in value:
         check_codecs(names)
 
@@ -112,17 +112,17 @@ def _check_codec_table(policy: Any, field: Any, value: Any) -> None:
 class LayoutPolicy:
     """How arrays are cut into chunks and encoded; sizes in bytes of one uncompressed chunk.
 
-    Chunks of one writer have at least `min_chunk_nbytes`, unless the whole array has less.
+    A chunk with one writer has at least `min_chunk_nbytes`, unless the whole array has less.
 
-    `codecs` maps key prefixes (at dots) to codec names, the longest matching prefix wins, ``""`` matches all. A save
-    refuses a prefix that no key of any rank has.
+    `codecs` maps key prefixes (which end at dots) to codec names; the longest matching prefix wins, ``""`` matches all.
+    A save refuses a prefix that matches no key of any rank.
     `extended_dtypes` is ``"native"`` (bfloat16 and float8 under their Zarr names) or ``"bits"`` (as unsigned
     integers with an attribute, for tools that do not know those names).
 
     Raises
     ------
     PolicyError
-        For a field of another type, sizes below 1 (`min_chunk_nbytes`: below 0), an unknown codec or representation.
+        For a field of a wrong type, a size below 1 (`min_chunk_nbytes`: below 0), an unknown codec or representation.
 
     Examples
     --------
@@ -160,7 +160,7 @@ class ChunkGrid:
 
     @property
     def is_single(self) -> bool:
-        """Whether one chunk holds the whole array, which has cells."""
+        """Whether one chunk holds the whole array, and the array has cells."""
         return all(map(le, self.shape, self.chunk)) and 0 not in self.shape
 
     @property
@@ -170,7 +170,7 @@ class ChunkGrid:
 
     @property
     def size(self) -> int:
-        """Number of chunks (1 for rank 0)."""
+        """Number of chunks (1 for a zero-dimensional array)."""
         return prod(self.counts)
 
     def box(self, index: Sequence[int]) -> Box:
@@ -229,7 +229,7 @@ class ChunkGrid:
 
 @attrs.frozen(cache_hash=True)
 class Layout:
-    """How one array lies in storage: `ownership` and shape of its chunks, `codecs`, data type as `stored`.
+    """How one array is stored: `ownership` and shape of its chunks, `codecs`, and the `stored` data type.
 
     Examples
     --------
@@ -272,12 +272,12 @@ def choose_layout(
 ) -> Layout:
     """Return the layout of `array` when `boxes` (fragments of its writers, in any order) are written.
 
-    `owned_ok` says that ranks can exchange data, `shared_ok` that the store updates part of a chunk atomically.
+    `owned_ok`: ranks can exchange data. `shared_ok`: the store updates part of a chunk atomically.
 
     Raises
     ------
     LayoutError
-        If only chunks of several writers would reach the minimum size, and there is no way to write them.
+        If chunks with one writer would be smaller than the minimum, and chunks with several writers are impossible.
 
     Examples
     --------
@@ -293,7 +293,7 @@ def choose_layout(
 def layout_of_faces(
     array: ArraySpec, faces: Sequence[int], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
 ) -> Layout:
-    """Return the layout where `faces` is, per axis, the common divisor of all interior faces of boxes; 0 for none.
+    """Return the layout from `faces`: per axis the common divisor of all interior faces of boxes, 0 for none.
 
     Examples
     --------
@@ -314,7 +314,7 @@ def layout_of_faces(
         return Layout("owned", subdivide(whole, free, array.itemsize, policy.target_chunk_nbytes, 0), codecs, stored)
     if not shared_ok:
         raise LayoutError(
-            "shards are too small for chunks of their own, and this store cannot share chunks",
+            "shards are too small to be chunks, ranks cannot exchange data and the store cannot update part of a chunk",
             array.key,
             shape=array.shape,
             expected=f"chunks of at least {policy.min_chunk_nbytes} bytes",
@@ -348,7 +348,7 @@ def subdivide(
     """Split `chunk` toward `target_nbytes`, leading axes first, so that chunks stay contiguous in memory.
 
     An axis without interior faces is cut evenly (a ragged last chunk is harmless there); one with faces by a
-    divisor. Where the next divisor would fall below `min_nbytes`, the larger one is kept.
+    divisor. If the next divisor gives less than `min_nbytes`, the larger one is kept.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Who reads what: `plan_load` intersects wanted shards with stored arrays, `plan_read_once` shares the reading."""
+"""Load plans: `plan_load` intersects wanted shards with stored arrays, `plan_read_once` gives each chunk one reader."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +41,7 @@ class ArrayRead:
 
 @attrs.frozen(order=True)
 class Fill:
-    """Region `box` of wanted shard number `shard` is not stored and becomes zero."""
+    """Region `box` of wanted shard number `shard` is not stored and is filled with zeros."""
 
     key: str
     box: Box
@@ -51,7 +51,7 @@ class Fill:
 
 @attrs.frozen
 class LoadPlan:
-    """Everything one rank reads and fills, in the order of its shards."""
+    """All reads and fills of one rank, in the order of its shards."""
 
     reads: tuple[ArrayRead, ...]
     fills: tuple[Fill, ...] = ()
@@ -105,7 +105,7 @@ def plan_load(
 
 
 def wanted_pieces(plan: LoadPlan, numbers: Mapping[str, int], ndim: int, rank: int) -> Pieces:
-    """Return what `rank` reads as rows, for the other ranks; `numbers` are those of the stored arrays.
+    """Return the reads of `rank` as rows, to be sent to the other ranks; `numbers` numbers the stored arrays.
 
     Examples
     --------
@@ -130,10 +130,11 @@ def wanted_pieces(plan: LoadPlan, numbers: Mapping[str, int], ndim: int, rank: i
 def plan_read_once(
     arrays: Sequence[ArrayPlan], wanted: Sequence[Pieces], rank: int, budget_nbytes: int
 ) -> tuple[Pieces, Pieces]:
-    """Plan the reads of all ranks so that each chunk is read by one: return what `rank` reads alone, and what moves.
+    """Plan the reads of all ranks so that each chunk has one reader: return the reads of `rank` alone, and the moves.
 
-    `wanted` are the `wanted_pieces` of all ranks. A chunk of which several pieces are wanted is read by a rank that
-    wants a largest one, a hash picks among equals; it is the `target` of the pieces, and who wants one is its `source`.
+    `wanted` are the `wanted_pieces` of all ranks. If several pieces of a chunk are wanted, the reader is a rank that
+    wants a largest one; a hash picks among equals. In the moves the reader is the `target` of each piece, and the rank
+    that wants the piece its `source`.
 
     Raises
     ------
@@ -152,7 +153,7 @@ def plan_read_once(
 
 
 def reads_of(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[ArrayRead, ...]:
-    """Return rows as reads, the inverse of `wanted_pieces`."""
+    """Return rows as reads; the inverse of `wanted_pieces`."""
     reads: list[ArrayRead] = []
     names = ("array", "start", "stop", "low", "high", "shard", "run")
     rows = zip(*(getattr(pieces, name).tolist() for name in names), strict=True)

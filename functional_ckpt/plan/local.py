@@ -1,7 +1,7 @@
-"""`plan_local_save`: what one rank does in a save, without looking at what the others hold.
+"""`plan_local_save`: the part of one rank in a save, planned without the specs of the other ranks.
 
-Possible where a rank knows how the whole world holds its arrays: by a mesh with placements, or by a regular grid of
-shards whose main replicas are declared. It costs as much as the rank's own part, whatever the number of ranks.
+It is possible if a rank knows how the whole world holds its arrays: from a mesh with placements, or from a regular
+grid of shards whose main replicas are declared. Its cost depends on the rank's own part, not on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -36,17 +36,17 @@ def plan_local_save(
     budget_nbytes: int = GIB,
     arrays: tuple[ArrayPlan, ...] | None = None,
 ) -> SavePlan:
-    """Plan what `rank` does from its own part alone: ``restrict(plan_save(world, ...), rank)``.
+    """Plan the part of `rank` from its own specs alone: equal to ``restrict(plan_save(world, ...), rank)``.
 
     `local` are arrays placed on meshes, and shards that know their regular grid (then main replicas must be
-    declared). Shards count in order, as many for a placed array as the rank holds boxes of it, at least one. `arrays`
-    are the items' `local_array_plans` under the same rules, if they are known already.
+    declared). Shards are numbered in this order; a placed array counts as one shard per box that the rank holds, at
+    least one. `arrays` is the result of `local_array_plans` for the same arguments, if the caller has it.
 
     Raises
     ------
     SpecError
-        For what needs gathering: a shard without a grid, flat or of an array without cells, or one so small that
-        pieces would have to move.
+        For a shard that needs gathering: one without a grid, a flat one, one of an array without cells, or one so
+        small that its pieces would have to move.
 
     Examples
     --------
@@ -83,7 +83,7 @@ def plan_local_save(
 def _finished(
     arrays: tuple[ArrayPlan, ...], pieces: Pieces, owned: Owners, empty: Owners, budget_nbytes: int
 ) -> SavePlan:
-    """Return the plan with everything sorted, waves, headers and digests, as far as it is known."""
+    """Return the plan of `pieces`, sorted, with waves, headers and digests."""
     shapes = padded_shapes([plan.spec for plan in arrays], pieces.start.shape[1])
     pieces = pieces.take(row_order(pieces, shapes))
     owned = owned.take(np.lexsort((owned.chunk, owned.array)))
@@ -95,7 +95,7 @@ def _finished(
     headers = by_array(
         attrs.evolve(first, chunk=first.chunk - 1), Owners(begun.array, begun.chunk, begun.source), empty
     )
-    return SavePlan(arrays, attrs.evolve(pieces, wave=wave), headers, _begun_digests(arrays, pieces, shapes))
+    return SavePlan(arrays, attrs.evolve(pieces, wave=wave), headers, _first_cell_digests(arrays, pieces, shapes))
 
 
 #: Arrays placed alike, their positions among the items, and their ownership; "" for arrays without cells.
@@ -109,7 +109,7 @@ def _grouped(
     numbers: dict[str, int],
     rule: str,
 ) -> tuple[list[_Group], Owners]:
-    """Return the placed arrays in groups, each sorted by number; and who writes the metadata of those without cells."""
+    """Return the placed arrays in groups, each sorted by number, and the metadata writers of arrays without cells."""
     members: dict[Any, list[int]] = {}
     kinds: dict[Any, Any] = {}
     for position, item in enumerate(local):
@@ -134,7 +134,7 @@ def _grouped(
 
 
 def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
-    """Return what arrays must have in common to be worked on together: per axis that it is even, or the extent."""
+    """Return what arrays of one group have in common: for each axis that its split is even, or its extent."""
     if not prod(shape):
         return ()
     whole = shape or (1,)
@@ -145,7 +145,7 @@ def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
 def local_array_plans(
     local: Sequence[ShardSpec | PlacedArray], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
 ) -> tuple[ArrayPlan, ...]:
-    """Return the layout of every array, sorted by key; arrays alike in all that decides share one.
+    """Return the layout of every array, sorted by key; it is computed once for arrays of equal shape and placement.
 
     Examples
     --------
@@ -179,7 +179,7 @@ def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> 
         return None
     shape, extents, grid = item.array.shape, item.box.shape, item.grid
     if grid is not None and item.flat is None and replicas == "declared":
-        # Products that are not zero say that no extent is.
+        # A product that is not zero proves that no extent is zero.
         regular = len(grid) == len(shape) and tuple(map(mul, extents, grid)) == shape and item.array.nbytes
         if regular and not any(map(mod, item.box.start, extents)):
             return None
@@ -210,8 +210,8 @@ def _grid_pieces(
     rank: int, local: Sequence[ShardSpec | PlacedArray], numbers: dict[str, int], first: Ints, ndim: int
 ) -> Pieces:
     """Return the main replicas among the shards of regular grids."""
-    mains = [(item, shard) for item, shard in zip(local, first.tolist(), strict=True)
-             if isinstance(item, ShardSpec) and item.is_main]  # fmt: skip
+    numbered = zip(local, first.tolist(), strict=True)
+    mains = [(item, shard) for item, shard in numbered if isinstance(item, ShardSpec) and item.is_main]
     start = padded([item.box.start for item, _ in mains], ndim, 0)
     stop = padded([item.box.stop for item, _ in mains], ndim, 1)
     array = np.array([numbers[item.key] for item, _ in mains], np.int64)
@@ -219,8 +219,8 @@ def _grid_pieces(
     return Pieces.uncut(array, start, stop, np.full(len(mains), rank), shard, np.zeros(len(mains), np.int64))
 
 
-def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
-    """Return the shared chunks of which a piece has the first cell and not all: its rank digests them."""
+def _first_cell_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
+    """Return the shared chunks in which a piece has the first cell but not every cell: its rank digests them."""
     chunks = padded_chunks(arrays, shapes.shape[1])
     ownerships = np.array([plan.layout.ownership for plan in arrays], str)
     cut = cut_at_chunks(pieces.take((ownerships == "shared")[pieces.array]), shapes, chunks)
@@ -233,8 +233,8 @@ def _begun_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) ->
 def _widened(pieces: Pieces, ndim: int) -> Pieces:
     """Return `pieces` with axes of extent 1 in front, up to `ndim`."""
     front = ((0, 0), (ndim - pieces.start.shape[1], 0))
-    ends = {name: np.pad(getattr(pieces, name), front, constant_values=fill)
-            for name, fill in (("start", 0), ("stop", 1), ("low", 0), ("high", 1))}  # fmt: skip
+    fills = {"start": 0, "stop": 1, "low": 0, "high": 1}
+    ends = {name: np.pad(getattr(pieces, name), front, constant_values=fill) for name, fill in fills.items()}
     return attrs.evolve(pieces, **ends)
 
 
@@ -250,7 +250,7 @@ def _faces(item: ShardSpec | PlacedArray) -> list[int]:
 
 def _must_move(rank: int, item: ShardSpec) -> SpecError:
     return SpecError(
-        "pieces of a grid this fine have to move, and who holds them is not known",
+        "shards of this grid are smaller than a chunk, and the ranks that hold the other shards are not known",
         item.key,
         rank=rank,
         shape=item.array.shape,

@@ -1,8 +1,8 @@
 """`Manifest`: what a committed checkpoint contains, as a value and as canonical JSON.
 
-The text holds no rank, id or clock, so that saving the same state twice gives the same bytes. Paths are written only
-where they are not simply the key split at its dots. Reading accepts unknown fields of the same major version
-and answers anything else that is not a manifest with an error.
+The text holds no rank, id or time, so that saving the same state twice gives the same bytes. A path is written only
+if it differs from the key split at its dots. Reading accepts unknown fields of the same major version and raises an
+error for anything else that is not a manifest.
 """
 
 import json
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FORMAT = "functional_ckpt"
-#: The newest version that is written. What uses nothing new is called 1.0, byte for byte as ever.
+#: The newest version that is written. A manifest without newer features is written as 1.0, byte for byte as before.
 VERSION = (1, 1)
 DIGEST_NBYTES = 16
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -48,7 +48,7 @@ _TAGS_1_0 = frozenset((
 
 @attrs.frozen
 class RankItem:
-    """The path component under which a value that differs by rank holds the value of `rank`.
+    """The path component of the value of `rank` below a `PerRank`.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class RankItem:
 class ArrayEntry:
     """A stored array: spec, layout, one 16-byte xxh3-128 digest per chunk, row-major, and its place in the tree.
 
-    `codec` says that the array holds bytes: ``"json"`` of a plain value, ``"torch"`` of an object.
+    With a `codec` the array holds the bytes of a leaf: ``"json"`` of a plain value, ``"torch"`` of an object.
     """
 
     spec: ArraySpec
@@ -92,7 +92,7 @@ class ArrayEntry:
 
 @attrs.frozen
 class ValueEntry:
-    """A plain value, kept as the canonical JSON text of its tagged encoding."""
+    """A plain value, as the canonical JSON text of its tagged encoding."""
 
     key: str
     text: str
@@ -148,7 +148,7 @@ class Manifest:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The lowest version of the format that has all that this manifest uses."""
+        """The lowest version of the format that has all features which this manifest uses."""
         newer = any(entry.codec == "json" for entry in self.arrays)
         texts = (*(value.text for value in self.values), self.attributes)
         tags = {tag for text in texts if '"~' in text for tag in _TAG.findall(text)}
@@ -211,7 +211,7 @@ def canonical(document: object) -> str:
 
 
 def _listed(records: Iterable[object]) -> str:
-    """Return the text of a list. One record is alive at a time: values by the thousand make the cycle collector run."""
+    """Return the text of a list. Only one record exists at a time: thousands would make the garbage collector run."""
     return "[" + ",".join(map(canonical, records)) + "]"
 
 
@@ -297,7 +297,7 @@ def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
     )
 
 
-# Arrays by the thousand have the same layout, and equal values may as well be one.
+# Thousands of arrays have the same layout: it is checked once.
 @lru_cache(maxsize=1024)
 def _fits(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, stored: str, digests: int) -> bool:
     if len(chunk) != len(shape) or not all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True)):

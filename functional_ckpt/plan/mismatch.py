@@ -1,4 +1,4 @@
-"""Keys that only one side of a load has: problems as values, in few words however many keys there are."""
+"""Keys that only one side of a load has: problems as values, summarised if there are many keys."""
 
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,10 +9,10 @@ from functional_ckpt.spec.tree import has_prefix
 
 __all__ = ["listed", "missing_problems", "nearest", "split_by_prefix", "unexpected_problems"]
 
-#: Up to so many keys are a problem each, more are one; of those so many are named.
+#: Up to so many keys give a problem each, more give one problem; it names so many of them.
 _FEW = 4
 _NAMED = 3
-#: Comparing one name with so many takes a second; so many names are tried as the cause of all missing keys.
+#: Comparing one name with so many takes a second; so many pairs of prefixes are tried as the renaming of all keys.
 _COMPARED = 10_000
 _TRIED = 100
 
@@ -21,7 +21,7 @@ _IGNORING = "LoadPolicy(strict=Strict({}='ignore'))"
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """Return a question that offers the name most like `name`, if one is.
+    """Return a question that offers the name most similar to `name`, or None.
 
     Examples
     --------
@@ -33,7 +33,7 @@ def nearest(name: str, names: Collection[str]) -> str | None:
 
 
 def listed(keys: Sequence[str]) -> str:
-    """Return the first of many keys, and how many more there are.
+    """Return the first of many keys as text, and how many more there are.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def listed(keys: Sequence[str]) -> str:
 
 
 def split_by_prefix(keys: Iterable[str], names: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the keys below each of the names that has any, and the others.
+    """Return the keys below each name that has any, and the other keys.
 
     Examples
     --------
@@ -65,9 +65,9 @@ def split_by_prefix(keys: Iterable[str], names: Iterable[str]) -> tuple[dict[str
 def missing_problems(
     missing: Sequence[str], used: Collection[str], stored: Collection[str], empty: Iterable[str], renames: bool
 ) -> list[KeyMismatchError]:
-    """Return problems for what `like` has and the checkpoint lacks; `empty` are the containers stored empty.
+    """Return problems for keys that `like` has and the checkpoint lacks; `empty` are the containers stored empty.
 
-    `used` are the keys that both have, and `renames` says that the policy maps names already.
+    `used` are the keys that both have; `renames` tells whether the policy has a `rename` already.
 
     Examples
     --------
@@ -98,9 +98,9 @@ def missing_problems(
 def unexpected_problems(
     extra: Sequence[str], empty: Iterable[str], by_rank: Iterable[str] = ()
 ) -> list[KeyMismatchError]:
-    """Return problems for what the checkpoint has and `like` lacks; `empty` are the containers empty in `like`.
+    """Return problems for keys that the checkpoint has and `like` lacks; `empty` are the containers empty in `like`.
 
-    Below the keys of `by_rank` lie values that differ by rank.
+    `by_rank` are the keys of `PerRank` values.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def unexpected_problems(
     problems = [_wanted_empty(name, keys) for name, keys in below.items()]
     differing, extra = split_by_prefix(extra, by_rank)
     ignore = f"select with LoadPolicy(keys=...), or pass {_IGNORING.format('unexpected')}"
-    what = "the checkpoint has values that differ by rank, which `like` does not"
+    what = "the checkpoint has a PerRank value that `like` does not"
     problems += [KeyMismatchError(what, name, remedy=f"Add a PerRank(...), {ignore}") for name in differing]
     if len(extra) > _FEW:
         what = f"the checkpoint has {len(extra)} keys that `like` does not"
@@ -122,24 +122,26 @@ def unexpected_problems(
 
 def _stored_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
     return KeyMismatchError(
-        "the checkpoint is empty where `like` is not", name, expected=listed(keys),
-        remedy="The save came before what stands there, as an optimizer's state comes with its first step; "
-        f"pass {_IGNORING.format('missing')} to keep what `like` holds",
-    )  # fmt: skip
+        "the checkpoint is empty where `like` is not",
+        name,
+        expected=listed(keys),
+        remedy="It was saved before these values existed: an optimizer has no state before its first step. "
+        f"Pass {_IGNORING.format('missing')} to keep what `like` holds",
+    )
 
 
 def _wanted_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
     if name.rpartition(".")[2] != "state":
-        remedy = f"Put there what is to be loaded, or pass {_IGNORING.format('unexpected')}"
+        remedy = f"Add the leaves to load, or pass {_IGNORING.format('unexpected')}"
     else:
         remedy = f"An optimizer has no state before its first step. {_filled(name, _are_numbered(keys, name))}"
     return KeyMismatchError("`like` is empty where the checkpoint is not", name, found=listed(keys), remedy=remedy)
 
 
 def _filled(name: str, numbered: bool) -> str:
-    """Return the call that loads the optimizer state stored under `name`, whose parameters have numbers or names."""
+    """Return a remedy that loads the optimizer state `name`, whose parameters have numbers if `numbered`, else names."""
     if not numbered:
-        return f"Build `like` with {_GET_STATE}, which gives it one"
+        return f"Build `like` with {_GET_STATE}, which creates the state"
     place = "".join(f"[{part!r}]" for part in name.split(".")[:-1])
     return f"Pass open_checkpoint(path).state('torch'){place} to optimizer.load_state_dict"
 
@@ -151,7 +153,7 @@ def _are_numbered(keys: Iterable[str], name: str) -> bool:
 
 
 def _other_numbers(missing: Sequence[str], free: Sequence[str]) -> str | None:
-    """Return what to do where one side numbers an optimizer's parameters and the other names them."""
+    """Return a remedy if one side numbers an optimizer's parameters and the other names them."""
     start, found, _ = missing[0].partition("state.")
     name = f"{start}state"
     wanted = [key for key in missing if found and has_prefix(key, name)]
@@ -164,7 +166,7 @@ def _other_numbers(missing: Sequence[str], free: Sequence[str]) -> str | None:
 
 
 def _renaming(missing: Sequence[str], used: Collection[str], free: Sequence[str], stored: frozenset[str]) -> str | None:
-    """Return a policy under which all or most missing keys are found, and those that were found still are."""
+    """Return a policy that finds all or most missing keys and keeps those that were found."""
     unused = frozenset(free)
     for old, new in islice(_candidates(missing[0], free), _TRIED):
         below = [key for key in missing if has_prefix(key, old)]

@@ -1,4 +1,4 @@
-"""Owned chunks: which rank writes a chunk whose pieces many ranks hold, and in which wave."""
+"""Owned chunks: which rank writes a chunk whose pieces several ranks hold, and in which wave."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from functional_ckpt.spec.table import key_hashes
 
 __all__ = ["Owners", "choose_owners", "pick_owner", "with_waves"]
 
-#: A rank holds at a time the chunks that it assembles, one message that has come and one that leaves.
+#: A rank holds at a time the chunks that it assembles, one received message and one message to send.
 _SHARES = 3
 
 
 @attrs.frozen(eq=False)
 class Owners(Columns):
-    """Rank `rank` does something for chunk number `chunk` of array number `array`, or for the array (-1)."""
+    """Rank `rank` is responsible for chunk number `chunk` of array number `array`, or (-1) for the whole array."""
 
     array: Ints = attrs.field(converter=to_column)
     chunk: Ints = attrs.field(converter=to_column)
@@ -32,10 +32,10 @@ class Owners(Columns):
 
 
 def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, Owners]:
-    """Return `pieces` (cut at chunks, sorted) with their targets, and who owns which chunk.
+    """Return `pieces` (cut at chunks, sorted) with their targets, and the owner of each chunk.
 
-    The holder of a largest piece owns the chunk: what need not move does not. Among equals a hash of key and chunk
-    picks, so that chunks spread over the ranks and every rank knows the answer.
+    A rank that holds a largest piece owns the chunk, so that as little as possible moves. A hash of key and chunk picks
+    among equals, so that chunks spread over the ranks and every rank computes the same answer.
     """
     if not len(pieces):
         return pieces, Owners([], [], [])
@@ -51,7 +51,7 @@ def choose_owners(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[Pieces, 
 
 
 def pick_owner(key_hash: Ints, chunk: Ints, rivals: Ints) -> Ints:
-    """Return which of the `rivals` largest pieces, row-major, decides who owns a chunk.
+    """Return which of the `rivals` largest pieces, row-major, determines the owner of a chunk.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def pick_owner(key_hash: Ints, chunk: Ints, rivals: Ints) -> Ints:
 def with_waves(pieces: Pieces, owned: Owners, arrays: Sequence[ArrayPlan], budget_nbytes: int) -> Pieces:
     """Return `pieces` with the wave in which each one moves; no rank holds more than the budget in any wave.
 
-    `owned` are the chunks of all ranks, and of all arrays in `arrays`, whatever part of them `pieces` is.
+    `owned` are the chunks of all ranks and of all `arrays`; `pieces` may be those of one rank.
 
     Raises
     ------
@@ -86,8 +86,8 @@ def with_waves(pieces: Pieces, owned: Owners, arrays: Sequence[ArrayPlan], budge
     held = np.bincount(owned.rank, nbytes) if len(owned) else np.zeros(1)
     if held.max() <= limit:
         return pieces
-    # An owner's chunks in order, cut where what came before passes a multiple of `share`: the last chunk of a wave may
-    # reach beyond it, by less than the largest chunk.
+    # A new wave begins where the bytes of an owner's earlier chunks pass a multiple of `share`: the last chunk of a
+    # wave may exceed it, by less than the largest chunk.
     share = limit - int(nbytes.max()) + 1
     order = np.argsort(owned.rank, kind="stable")
     before = np.cumsum(nbytes[order]) - nbytes[order]

@@ -1,4 +1,4 @@
-"""`Pieces`: what is written and what moves, as columns; cutting shards into fragments and fragments at chunks."""
+"""`Pieces`: regions to write and to move, as columns; cutting shards into fragments and fragments at chunks."""
 
 import attrs
 import numpy as np
@@ -12,12 +12,12 @@ __all__ = ["Pieces", "cut_at_chunks", "pieces_of", "row_order"]
 
 @attrs.frozen(eq=False)
 class Pieces(Columns):
-    """One row per region that leaves a shard's buffer.
+    """One row per region that is copied out of a shard's buffer.
 
-    Region ``[start, stop)`` of array number `array` is part of the fragment ``[low, high)``, which lies at elements
-    `run` and following of shard number `shard` of rank `source`. If `chunk` is a (row-major) number, the region is
-    the part of the fragment in that chunk, and `target` writes the chunk in wave `wave`, when all its pieces have
-    come. If `chunk` is -1, the region is the fragment, and `source`, which is `target` too, writes it.
+    Region ``[start, stop)`` of array number `array` is part of the fragment ``[low, high)``, which begins at element
+    `run` of shard number `shard` of rank `source`. If `chunk` is a (row-major) number, the region is the part of the
+    fragment in that chunk, and `target` writes the chunk in wave `wave`, after it has received all pieces. If `chunk`
+    is -1, the region is the whole fragment, and `source`, which equals `target`, writes it.
     """
 
     array: Ints = attrs.field(converter=to_column)
@@ -34,7 +34,7 @@ class Pieces(Columns):
 
     @classmethod
     def uncut(cls, array: Ints, start: Ints, stop: Ints, source: Ints, shard: Ints, run: Ints) -> "Pieces":
-        """Return whole fragments, which go straight to storage from where they are."""
+        """Return whole fragments, which their rank writes directly to storage."""
         nothing = np.zeros(len(array), np.int64)
         return cls(array, nothing - 1, start, stop, start, stop, source, shard, run, source, nothing)
 
@@ -46,7 +46,7 @@ class Pieces(Columns):
 
 
 def pieces_of(table: ShardTable, writers: Ints) -> Pieces:
-    """Return the fragments of the chosen rows of `table`, which are sorted by array and region, and so are they.
+    """Return the fragments of the rows `writers` of `table`; like these rows they are sorted by array and region.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def row_order(pieces: Pieces, shapes: Ints) -> Ints:
 
 
 def cut_at_chunks(pieces: Pieces, shapes: Ints, chunks: Ints) -> Pieces:
-    """Return `pieces` cut where chunks end, each with its chunk's number, sorted by array, chunk and region.
+    """Return `pieces` cut at the borders of chunks, each with its chunk's number, sorted by array, chunk and region.
 
     Examples
     --------

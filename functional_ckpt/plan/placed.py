@@ -1,7 +1,6 @@
-"""What one rank knows of arrays that are placed alike on one mesh: its pieces, and what comes to the chunks it owns.
+"""The part of one rank for arrays with equal placements on one mesh: its pieces, and those it receives as an owner.
 
-All arrays of a group are worked on together, and of other ranks only those are looked at that hold part of a chunk
-which this rank owns.
+All arrays of a group are computed together, and only those other ranks that hold part of a chunk which this rank owns.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from functional_ckpt.plan.owner import Owners, pick_owner
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks
-from functional_ckpt.plan.replica import elected
+from functional_ckpt.plan.replica import elect_copy
 from functional_ckpt.spec.columns import Ints, ravelled, spread, unravelled
 from functional_ckpt.spec.mesh import Mesh, Sharding, Split, split_of
 
@@ -23,10 +22,10 @@ __all__ = ["PlacedGroup"]
 
 @attrs.frozen(eq=False)
 class PlacedGroup:
-    """Arrays of one number of axes that `sharding` cuts alike, as `rank` knows them; a row per array.
+    """Arrays with one number of axes and the same `sharding`, as seen by `rank`; one row per array.
 
-    `numbers` are the arrays' numbers in the plan, `hashes` those of their keys. Without cells they have only a
-    `lowest_rank`.
+    `numbers` are the arrays' numbers in the plan, `hashes` the hashes of their keys. For arrays without cells only
+    `lowest_rank` may be called.
     """
 
     rank: int
@@ -65,7 +64,7 @@ class PlacedGroup:
         return boxes
 
     def pieces(self, shards: Ints) -> Pieces:
-        """Return what the rank writes, uncut; `shards` is the number of its first shard of each array."""
+        """Return the fragments that the rank writes; `shards` is the number of its first shard of each array."""
         nothing = np.zeros(len(self.numbers), np.int64)
         none = Pieces.uncut(self.numbers, self.shapes, self.shapes, nothing, nothing, nothing).take([])
         parts = [none]
@@ -83,17 +82,17 @@ class PlacedGroup:
             if axes := self.sharding.axes_of(dim, ndim):
                 at = split.at(rows)
                 extent = np.maximum(self.shapes[rows, dim] - 1, 0)
-                begin = np.minimum(start[:, dim], extent)  # of an empty share, which nobody writes
+                begin = np.minimum(start[:, dim], extent)  # an empty share may start at the end; it is not written
                 mesh_place += self._mesh_offset(at.places(at.touched(begin, begin + 1)[0]), axes)
         if self.sharding.copies > 1 and self.rule == "elect":
             copies = np.full(len(rows), self.sharding.copies)
-            copy = elected(self.hashes[rows], ravelled(start, self.shapes[rows]), np.zeros_like(rows), copies)
+            copy = elect_copy(self.hashes[rows], ravelled(start, self.shapes[rows]), np.zeros_like(rows), copies)
             mesh_place += self._mesh_offset(copy, self.sharding.replicated)
         ranks: Ints = _rank_table(self.sharding.mesh)[mesh_place]
         return ranks
 
     def owned(self, chunks: Ints, mine: Pieces) -> tuple[Pieces, Owners]:
-        """Return the pieces that leave or come to the rank, and who owns which chunk; chunks have shapes `chunks`.
+        """Return the pieces that the rank sends or receives, and the owners of chunks; chunks have shapes `chunks`.
 
         `mine` are its `pieces`.
         """
@@ -130,7 +129,7 @@ class PlacedGroup:
         return self.writers(rows, np.stack(starts, axis=1))
 
     def _coming(self, rows: Ints, chunk: Ints, low: Ints, high: Ints) -> Pieces:
-        """Return the pieces of other ranks in the given chunks, which are this rank's."""
+        """Return the pieces of other ranks in the given chunks, which this rank owns."""
         spans = [split.at(rows).touched(low[:, dim], high[:, dim]) for dim, split in enumerate(self.splits)]
         first = np.stack([begin for begin, _ in spans], axis=1)
         counts = np.stack([end for _, end in spans], axis=1) - first
@@ -145,7 +144,7 @@ class PlacedGroup:
         return attrs.evolve(pieces, chunk=chunk[each], target=nothing + self.rank).take(source != self.rank)
 
     def _mesh_offset(self, place: Ints, axes: Sequence[int]) -> Ints:
-        """Return what `place`, a row-major number on mesh `axes`, adds to the number of a mesh place."""
+        """Return what `place`, a row-major number on the mesh `axes`, contributes to the number of a mesh position."""
         sizes = self.sharding.mesh.shape
         offset = np.zeros_like(place)
         for axis in reversed(axes):

@@ -1,4 +1,4 @@
-"""Prefixes that a policy names: one that holds no key of any rank is a misspelling, not a request for nothing."""
+"""Prefixes in policies: one that matches no key of any rank is an error, since it is probably misspelt."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -10,14 +10,14 @@ from functional_ckpt.spec.tree import has_prefix
 
 __all__ = ["Prefix", "check_prefixes", "prefixes_of", "prefixes_of_load"]
 
-_NO_KEY = "names a prefix that no key has"
+_NO_KEY = "has a prefix that matches no key"
 
 
 @attrs.frozen
 class Prefix:
-    """A prefix in a field of a policy, whether it holds a key of this rank, and what else may have been meant.
+    """A prefix in a field of a policy, whether it matches a key of this rank, and a hint what may have been meant.
 
-    Without `text` it stands for a whole field: a function, or no prefix at all.
+    Without `text` it stands for the whole field: a function, or no prefix at all.
     """
 
     field: str
@@ -29,7 +29,7 @@ class Prefix:
 def prefixes_of(
     field: str, texts: Iterable[str], keys: Collection[str], stored: Collection[str] = ()
 ) -> tuple[Prefix, ...]:
-    """Return what one rank says of the prefixes in a field: `keys` are its own, `stored` those of the checkpoint.
+    """Return the report of one rank on the prefixes in a field: `keys` are its own, `stored` those of the checkpoint.
 
     Examples
     --------
@@ -42,25 +42,25 @@ def prefixes_of(
 def prefixes_of_load(
     keys: object, rename: object, asked: Sequence[str], selects: bool, stored: Collection[str]
 ) -> tuple[Prefix, ...]:
-    """Return what one rank says of `keys` and `rename` of a `LoadPolicy`; `asked` are the keys of its `like`.
+    """Return the report of one rank on `keys` and `rename` of a `LoadPolicy`; `asked` are the keys of its `like`.
 
     Examples
     --------
     >>> prefixes_of_load(len, (("net", "model"),), ["net.w"], False, ["model.w"])[0].hint
     "`like` has 'net.w'"
     """
-    told: tuple[Prefix, ...] = ()
+    reports: tuple[Prefix, ...] = ()
     if callable(keys) or keys == ():
-        told = (Prefix("LoadPolicy.keys", None, selects, f"`like` has {listed(asked)}" if asked else None),)
+        reports = (Prefix("LoadPolicy.keys", None, selects, f"`like` has {listed(asked)}" if asked else None),)
     elif isinstance(keys, tuple):
-        told = prefixes_of("LoadPolicy.keys", keys, asked, stored)
+        reports = prefixes_of("LoadPolicy.keys", keys, asked, stored)
     if isinstance(rename, tuple):
-        told += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], asked, stored)
-    return told
+        reports += prefixes_of("LoadPolicy.rename", [new for new, _ in rename], asked, stored)
+    return reports
 
 
-def check_prefixes(told: Iterable[Iterable[Prefix]]) -> list[PolicyError]:
-    """Return a problem for each prefix that holds no key, by what all ranks have told.
+def check_prefixes(reports: Iterable[Iterable[Prefix]]) -> list[PolicyError]:
+    """Return a problem for each prefix that matches no key of any rank, from the reports of all ranks.
 
     Examples
     --------
@@ -68,10 +68,10 @@ def check_prefixes(told: Iterable[Iterable[Prefix]]) -> list[PolicyError]:
     >>> check_prefixes([[here], [there]])
     []
     >>> print(*check_prefixes([[here], [here]]))
-    LoadPolicy.keys names a prefix that no key has: key 'a'
+    LoadPolicy.keys has a prefix that matches no key: key 'a'
     """
     found: dict[tuple[str, str | None], list[Prefix]] = {}
-    for prefix in (prefix for each in told for prefix in each):
+    for prefix in (prefix for each in reports for prefix in each):
         found.setdefault((prefix.field, prefix.text), []).append(prefix)
     return [
         PolicyError(f"{field} {'selects nothing' if text is None else _NO_KEY}", text, remedy=_hint(each))
@@ -80,18 +80,18 @@ def check_prefixes(told: Iterable[Iterable[Prefix]]) -> list[PolicyError]:
     ]
 
 
-def _hint(told: Sequence[Prefix]) -> str | None:
-    return next((prefix.hint for prefix in told if prefix.hint), None)
+def _hint(reports: Sequence[Prefix]) -> str | None:
+    return next((prefix.hint for prefix in reports if prefix.hint), None)
 
 
 def _prefix(field: str, text: str, keys: Collection[str], stored: Collection[str]) -> Prefix:
     if any(has_prefix(key, text) for key in keys):
         return Prefix(field, text, True)
     if any(has_prefix(key, text) for key in stored):
-        return Prefix(field, text, False, f"Stored keys have it: {field} takes the names in `like`")
+        return Prefix(field, text, False, f"Stored keys have it, but {field} takes keys of `like`")
     if "*" in text:
         above = text.partition("*")[0].rpartition(".")[0]
-        return Prefix(field, text, False, f"It is no pattern: {above!r} holds all keys below it")
+        return Prefix(field, text, False, f"A prefix is not a pattern: pass {above!r} for all keys below it")
     stem = text.rstrip(".")
     depth = stem.count(".") + 1
     parts = {".".join(key.split(".")[:n]) for key in keys for n in range(1, depth + 2)}

@@ -1,7 +1,7 @@
-"""Which of several copies of a shard is written: total, deterministic rules, decided for all arrays at once.
+"""Which of several copies of a shard is written: deterministic rules, evaluated for all arrays at once.
 
 `declared`: exactly one copy has an all-zero replica id. `elect`: a hash of key and region picks among the copies
-sorted by (replica id, rank), so that writing spreads over the ranks and every rank knows the answer.
+sorted by (replica id, rank), so that writing spreads over the ranks and every rank computes the same answer.
 """
 
 import numpy as np
@@ -10,13 +10,13 @@ from functional_ckpt.errors import ReplicaError
 from functional_ckpt.spec.columns import Ints, mix, ravelled, runs
 from functional_ckpt.spec.table import ShardTable, key_hashes
 
-__all__ = ["choose_writers", "elected"]
+__all__ = ["choose_writers", "elect_copy"]
 
 
 def choose_writers(table: ShardTable, rule: str) -> tuple[Ints, list[ReplicaError]]:
-    """Return the rows of `table` that are written, by array and region, and the problems found.
+    """Return the rows of `table` that are written, sorted by array and region, and the problems found.
 
-    `rule` is ``"declared"`` or ``"elect"``. There is one row per distinct shard; empty shards need none.
+    `rule` is ``"declared"`` or ``"elect"``. There is one row per distinct shard, and none for an empty shard.
 
     Examples
     --------
@@ -39,15 +39,15 @@ def choose_writers(table: ShardTable, rule: str) -> tuple[Ints, list[ReplicaErro
         return order, []
     first = order[begin]
     offset = ravelled(rows.start[first], table.shapes[rows.array[first]])
-    return order[begin + elected(key_hashes(table.arrays)[rows.array[first]], offset, rows.low[first], counts)], []
+    return order[begin + elect_copy(key_hashes(table.arrays)[rows.array[first]], offset, rows.low[first], counts)], []
 
 
-def elected(key_hash: Ints, offset: Ints, low: Ints, counts: Ints) -> Ints:
-    """Return which of its `counts` copies writes a shard that begins at cell `offset` and flat element `low`.
+def elect_copy(key_hash: Ints, offset: Ints, low: Ints, counts: Ints) -> Ints:
+    """Return which of the `counts` copies of a shard is written; it begins at cell `offset` and flat element `low`.
 
     Examples
     --------
-    >>> bool(elected(np.array([5]), np.array([0]), np.array([0]), np.array([3]))[0] in (0, 1, 2))
+    >>> bool(elect_copy(np.array([5]), np.array([0]), np.array([0]), np.array([3]))[0] in (0, 1, 2))
     True
     """
     return (mix(key_hash, offset, low) % counts.astype(np.uint64)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Who writes what: `plan_save` over a whole world, `restrict` to a rank."""
+"""Save plans: `plan_save` for a whole world, `restrict` for the part of one rank."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from functional_ckpt.spec.sharding import Fragment, World
 from functional_ckpt.spec.table import ShardTable, padded, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
 
-__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "check_mains", "plan_save", "restrict"]
+__all__ = ["ArrayWrite", "Header", "Move", "SavePlan", "SharedDigest", "check_main_replicas", "plan_save", "restrict"]
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ class Header:
 
 @attrs.frozen(order=True)
 class SharedDigest:
-    """Chunk `index` of `key` is written in several pieces; `rank` digests it when all have written."""
+    """Chunk `index` of `key` is written in several pieces; `rank` digests it after all ranks have written."""
 
     key: str
     index: tuple[int, ...]
@@ -53,7 +53,7 @@ class SharedDigest:
 
 @attrs.frozen(order=True)
 class Move:
-    """Region `box` of `key`, part of chunk `index`, goes from rank `source` to rank `target`, maybe the same.
+    """Region `box` of `key`, part of chunk `index`, goes from rank `source` to rank `target`, which may be the same.
 
     It is part of `fragment` of shard number `shard` of the source; both are None in the plan of another rank.
     """
@@ -70,9 +70,9 @@ class Move:
 
 @attrs.frozen
 class SavePlan:
-    """Everything that is written, by rank, as columns; equal inputs give equal plans.
+    """All writes and moves of a save, by rank, as columns; equal inputs give equal plans.
 
-    `writes`, `moves`, `headers` and `digests` show it as values: for people and tests, not for large plans.
+    `writes`, `moves`, `headers` and `digests` return the rows as values: for people and tests, not for large plans.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class SavePlan:
 
     @property
     def writes(self) -> tuple[ArrayWrite, ...]:
-        """What goes straight from a buffer to storage."""
+        """Regions that their rank writes directly from its buffer."""
         names = ("array", "chunk", "source", "shard", "run")
         return tuple(
             ArrayWrite(self.arrays[array].spec.key, self._box(array, row), source, shard, run)
@@ -100,38 +100,36 @@ class SavePlan:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """What goes to the rank that writes its chunk; on that rank itself too."""
+        """Regions that go to the rank which owns their chunk; those on that rank itself included."""
         names = ("array", "chunk", "source", "target", "wave", "shard", "run")
-        return tuple(
-            Move(
-                *self._chunk(array, chunk), self._box(array, row), source, target, wave,
-                shard if shard >= 0 else None, self._fragment(array, row, run) if shard >= 0 else None,
-            )
-            for row, (array, chunk, source, target, wave, shard, run) in enumerate(self._rows(*names))
-            if chunk >= 0
-        )  # fmt: skip
+        found: list[Move] = []
+        for row, (array, chunk, source, target, wave, shard, run) in enumerate(self._rows(*names)):
+            if chunk >= 0:
+                origin = (shard, self._fragment(array, row, run)) if shard >= 0 else (None, None)
+                found.append(Move(*self._chunk(array, chunk), self._box(array, row), source, target, wave, *origin))
+        return tuple(found)
 
     @property
     def headers(self) -> tuple[Header, ...]:
-        """Who writes the metadata of which array."""
+        """The rank that writes the metadata of each array."""
         pairs = zip(self.header_rows.array.tolist(), self.header_rows.rank.tolist(), strict=True)
         return tuple(Header(self.arrays[array].spec.key, rank) for array, rank in pairs)
 
     @property
     def digests(self) -> tuple[SharedDigest, ...]:
-        """Who digests which chunk that several ranks have written."""
+        """The rank that digests each chunk which several ranks write."""
         rows = self.digest_rows
         triples = zip(rows.array.tolist(), rows.chunk.tolist(), rows.rank.tolist(), strict=True)
         return tuple(SharedDigest(*self._chunk(array, chunk), rank) for array, chunk, rank in triples)
 
     def written_nbytes(self, rank: int) -> int:
-        """Return the bytes of elements that `rank` puts into storage."""
+        """Return the bytes of elements that `rank` writes to storage."""
         itemsizes = np.array([plan.spec.itemsize for plan in self.arrays], np.int64)
         mine = self.pieces.take(self.pieces.target == rank)
         return int((mine.sizes * itemsizes[mine.array]).sum())
 
     def file_count(self, rank: int) -> int:
-        """Return how many files `rank` writes: the chunks that it makes, or takes part in making, and metadata."""
+        """Return how many files `rank` writes: chunks that it writes, wholly or in part, and metadata."""
         mine = self.pieces.take(self.pieces.target == rank)
         ndim = mine.start.shape[1]
         shapes = padded_shapes([plan.spec for plan in self.arrays], ndim)
@@ -162,15 +160,16 @@ def plan_save(
     owned_ok: bool = True,
     budget_nbytes: int = GIB,
 ) -> SavePlan:
-    """Plan the save of a whole world; pure, and the same for every order of ranks' shards.
+    """Plan the save of a whole world. Pure; the order of the shards on a rank does not matter.
 
-    `replicas` is the writer rule (``"declared"`` or ``"elect"``), `shared_ok` whether the store updates part of
-    a chunk atomically, `owned_ok` whether ranks can exchange data, `budget_nbytes` what a rank may hold meanwhile.
+    `replicas` is the rule that picks the written copy (``"declared"`` or ``"elect"``), `shared_ok` whether the store
+    updates part of a chunk atomically, `owned_ok` whether ranks can exchange data, `budget_nbytes` the memory that a
+    rank may use for assembling chunks.
 
     Raises
     ------
     SpecError, LayoutError
-        With every problem of the world at once: gaps, overlaps, doubled or missing main replicas, disagreements.
+        With every problem of the world at once: gaps, overlaps, several or missing main replicas, conflicting specs.
     PolicyError
         If the budget is smaller than a chunk that has to be assembled.
 
@@ -189,22 +188,22 @@ def plan_save(
     problems += unwritten
     pieces = pieces_of(table, writers)
     problems += _uncovered(table, pieces, {problem.key for problem in unwritten})
-    empty, ownerless = _holders_of_empty(table, replicas)
+    empty, ownerless = _writers_of_empty(table, replicas)
     problems += ownerless
     arrays, unfit = _array_plans(table.arrays, pieces, policy, shared_ok, owned_ok, {p.key for p in problems})
     raise_problems([*problems, *unfit])
-    return assembled(arrays, pieces, empty, budget_nbytes)
+    return plan_of_fragments(arrays, pieces, empty, budget_nbytes)
 
 
-def check_mains(table: ShardTable) -> list[ProblemError]:
-    """Return the problems of main replicas that do not cover every array exactly once; other replicas do not count.
+def check_main_replicas(table: ShardTable) -> list[ProblemError]:
+    """Return a problem for each array that its main replicas do not cover exactly once; other replicas are ignored.
 
     Examples
     --------
     >>> from functional_ckpt.spec.sharding import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> table = ShardTable.of(0, [ShardSpec(w, w.box, 1), ShardSpec(w, Box((0,), (3,)))])
-    >>> [type(problem).__name__ for problem in check_mains(table)]
+    >>> [type(problem).__name__ for problem in check_main_replicas(table)]
     ['GapError']
     """
     mains = attrs.evolve(table, rows=table.rows.take(table.rows.main > 0))
@@ -212,8 +211,8 @@ def check_mains(table: ShardTable) -> list[ProblemError]:
     return [*problems, *_uncovered(mains, pieces_of(mains, writers), {problem.key for problem in problems})]
 
 
-def assembled(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, budget_nbytes: int) -> SavePlan:
-    """Return the plan that writes `fragments`; `empty` says who writes the metadata of arrays without cells."""
+def plan_of_fragments(arrays: tuple[ArrayPlan, ...], fragments: Pieces, empty: Owners, budget_nbytes: int) -> SavePlan:
+    """Return the plan that writes `fragments`; `empty` has the writers of the metadata of arrays without cells."""
     ownerships = np.array([plan.layout.ownership for plan in arrays], str)
     ndim = fragments.start.shape[1]
     shapes = padded_shapes([plan.spec for plan in arrays], ndim)
@@ -248,9 +247,9 @@ def padded_chunks(arrays: Sequence[ArrayPlan], ndim: int) -> Ints:
 
 
 def restrict(plan: SavePlan, rank: int) -> SavePlan:
-    """Return the part of `plan` that `rank` does: what leaves its buffers, and what comes to it.
+    """Return the part of `plan` that concerns `rank`: the pieces that it writes, sends or receives.
 
-    Of what comes from others only the region is kept, not where it lies in their buffers.
+    Of a piece from another rank only the region is kept, not its place in the buffer of that rank.
 
     Examples
     --------
@@ -286,7 +285,7 @@ def restrict(plan: SavePlan, rank: int) -> SavePlan:
 
 
 def _uncovered(table: ShardTable, pieces: Pieces, known: set[str | None]) -> list[ProblemError]:
-    """Return the gaps and overlaps of all arrays with cells, but those with problems known already."""
+    """Return the gaps and overlaps of all arrays with cells, except arrays with `known` problems."""
     tiled = surely_tiled(table.shapes, pieces.array, pieces.start, pieces.stop)
     problems: list[ProblemError] = []
     for number in np.flatnonzero(~tiled).tolist():
@@ -298,8 +297,8 @@ def _uncovered(table: ShardTable, pieces: Pieces, known: set[str | None]) -> lis
     return problems
 
 
-def _holders_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[ProblemError]]:
-    """Return who writes the metadata of each array without cells: the lowest rank, of main replicas if declared."""
+def _writers_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[ProblemError]]:
+    """Return the writers of metadata of arrays without cells: the lowest rank, if declared with a main replica."""
     rows = table.rows
     held: list[tuple[int, int]] = []
     problems: list[ProblemError] = []
@@ -317,10 +316,14 @@ def _holders_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[Proble
 
 
 def _array_plans(
-    specs: Sequence[ArraySpec], pieces: Pieces, policy: LayoutPolicy, shared_ok: bool, owned_ok: bool,
+    specs: Sequence[ArraySpec],
+    pieces: Pieces,
+    policy: LayoutPolicy,
+    shared_ok: bool,
+    owned_ok: bool,
     skipped: set[str | None],
-) -> tuple[tuple[ArrayPlan, ...], list[LayoutError]]:  # fmt: skip
-    """Return the layouts; arrays alike in all that decides share one (optimizer states come by the thousand)."""
+) -> tuple[tuple[ArrayPlan, ...], list[LayoutError]]:
+    """Return the layouts; arrays that differ only in their keys share one (optimizer states have thousands)."""
     known: dict[object, Layout] = {}
     plans: list[ArrayPlan] = []
     problems: list[LayoutError] = []
@@ -349,7 +352,7 @@ def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
 
 
 def _shared_digests(pieces: Pieces) -> Owners:
-    """Return the chunks in several pieces, each digested by whoever writes its first cell."""
+    """Return the chunks that are written in several pieces; the rank that writes the first cell digests the chunk."""
     begin, counts = runs(pieces.array, pieces.chunk)
     shared = begin[counts > 1]
     return Owners(pieces.array[shared], pieces.chunk[shared], pieces.source[shared])

@@ -1,4 +1,4 @@
-"""The state of each rank, and of all of them merged: what planning starts from and the manifest is made of."""
+"""The structure and values of one rank's state, and of all ranks merged: the input of planning and of the manifest."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -26,25 +26,37 @@ from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 
 __all__ = [
-    "EMPTY_TEXTS", "ArrayLeaf", "ChunkRows", "CopyDigest", "GlobalState", "LocalState", "Part",
-    "build_manifest", "content_problems", "filled", "is_per_rank", "merge_structures", "placed_leaves",
-]  # fmt: skip
+    "EMPTY_TEXTS",
+    "NO_ATTRIBUTES",
+    "ArrayLeaf",
+    "ChunkRows",
+    "CopyDigest",
+    "GlobalState",
+    "LocalState",
+    "Part",
+    "build_manifest",
+    "content_problems",
+    "filled",
+    "is_per_rank",
+    "merge_structures",
+    "placed_leaves",
+]
 
-_NO_ATTRIBUTES = "{}"
+NO_ATTRIBUTES = "{}"
 _PER_RANK = (
     "Wrap what differs by rank in PerRank (through torch.distributed.checkpoint: give each rank a key of its own)"
 )
 _TRUST = "pass SavePolicy(replicated='trust'), which keeps one"
-#: What `encode_value` makes of containers that hold nothing.
+#: The texts of `encode_value` for empty containers.
 EMPTY_TEXTS = ("{}", "[]", '{"~ordered":[]}')
 
 
 @attrs.frozen
 class ArrayLeaf:
-    """A leaf that is an array: its spec and path; `tied_to` an earlier key of the same memory on this rank.
+    """A leaf that is an array: its spec and path; `tied_to` is an earlier key with the same memory on this rank.
 
-    `sharding` tells how all ranks hold it, where that is known. `is_copy` says that every rank which has it holds all
-    of it.
+    `sharding` tells how all ranks hold it, if that is known. `is_copy`: every rank that has the leaf holds the whole
+    array.
     """
 
     spec: ArraySpec
@@ -62,7 +74,7 @@ class ArrayLeaf:
 
 @attrs.frozen
 class CopyDigest:
-    """What a rank's copy of an array holds, to be equal on all ranks."""
+    """The digest of a rank's copy of an array, which must be equal on all ranks."""
 
     spec: ArraySpec
     digest: bytes
@@ -70,24 +82,24 @@ class CopyDigest:
 
 @attrs.frozen
 class LocalState:
-    """The state of one rank, without its data; `policy_text` is the part of the policy that all ranks must share.
+    """The state of one rank, without its data; `policy_text` is the part of the policy that must be equal on all ranks.
 
-    Its contents are `values`, `attributes` and `copies`, digests of the copies that are to be compared; the rest, and
-    where the values stand, is its structure. `shards` are those of the leaves that are neither copies nor placed on a
-    mesh, in order of the leaves. A state that travels to the other ranks has all of its shards in `table` instead.
+    Its contents are `values`, `attributes` and `copies` (digests of the copies to compare); the rest, and the keys and
+    paths of the values, is its structure. `shards` are the shards of leaves that are neither copies nor placed on a
+    mesh, in order of the leaves. A state that is sent to the other ranks has all of its shards in `table` instead.
     """
 
     arrays: tuple[ArrayLeaf, ...] = ()
     shards: tuple[ShardSpec, ...] = ()
     values: tuple[ValueEntry, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
-    attributes: str = _NO_ATTRIBUTES
+    attributes: str = NO_ATTRIBUTES
     policy_text: str = ""
     table: ShardTable | None = None
     copies: tuple[CopyDigest, ...] = ()
 
     def with_table(self, rank: int, first_shard: int = 0) -> "LocalState":
-        """Return the state with the table of all its shards, for the other ranks."""
+        """Return the state with the table of all its shards, to be sent to the other ranks."""
         shards = list(self.all_shards(rank))
         table = ShardTable.of(rank, shards)
         rows = attrs.evolve(table.rows, shard=table.rows.shard + first_shard)
@@ -107,16 +119,16 @@ class LocalState:
                 yield from (part.shard for part in leaf.sharding.parts(leaf.spec, rank))
 
     def structure(self) -> "LocalState":
-        """Return what plans are made from: everything but `contents`; of values only which are empty containers."""
+        """Return the input of planning: everything but `contents`; of values only which ones are empty containers."""
         values = tuple(v if v.text in EMPTY_TEXTS else attrs.evolve(v, text="") for v in self.values)
-        return attrs.evolve(self, values=values, attributes=_NO_ATTRIBUTES, copies=())
+        return attrs.evolve(self, values=values, attributes=NO_ATTRIBUTES, copies=())
 
     def contents(self) -> "LocalState":
         """Return what may differ from save to save: values, attributes, and the digests of copies."""
         return LocalState(values=self.values, attributes=self.attributes, copies=self.copies)
 
     def split_common(self) -> "tuple[LocalState, LocalState]":
-        """Return what all ranks may hold alike, and what only this rank has: everything below a `PerRank`."""
+        """Return the part that may be equal on all ranks, and the part of this rank: everything below a `PerRank`."""
         own_arrays = tuple(leaf for leaf in self.arrays if is_per_rank(leaf.path))
         own_values = tuple(value for value in self.values if is_per_rank(value.path or ()))
         if not own_arrays and not own_values:
@@ -145,7 +157,7 @@ def is_per_rank(path: tuple[Any, ...]) -> bool:
 
 @attrs.frozen
 class GlobalState:
-    """The state of all ranks: leaves sorted by key, tied tensors once."""
+    """The state of all ranks, merged: leaves sorted by key, each tied tensor once."""
 
     leaves: tuple[ArrayLeaf, ...]
     aliases: tuple[Alias, ...]
@@ -159,7 +171,7 @@ Part = tuple[int, LocalState]
 
 
 def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemError, ...]]:
-    """Merge what plans are made from, and return the problems with it; a rank may bring several parts.
+    """Merge the structures of all ranks, and return the problems found; a rank may have several parts.
 
     `filled` adds the values.
     """
@@ -173,13 +185,13 @@ def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemE
     by_key = {leaf.key: leaf for leaf in leaves}
     aliases = tuple(Alias(key, target, by_key[key].path) for key, target in sorted(tied.items()))
     stored = tuple(leaf for leaf in leaves if leaf.key not in tied)
-    return GlobalState(stored, aliases, values, per_rank, _NO_ATTRIBUTES), tuple(problems)
+    return GlobalState(stored, aliases, values, per_rank, NO_ATTRIBUTES), tuple(problems)
 
 
 def content_problems(parts: Sequence[Part], replicated: str = "check") -> tuple[ProblemError, ...]:
-    """Return the problems with what ranks hold alike: plain values, copies and attributes that are not equal.
+    """Return a problem for each plain value, copy and attribute that must be equal on all ranks and is not.
 
-    With ``replicated="trust"`` unequal values and copies are none.
+    With ``replicated="trust"`` unequal values and copies are allowed.
 
     Examples
     --------
@@ -192,19 +204,19 @@ def content_problems(parts: Sequence[Part], replicated: str = "check") -> tuple[
 
 
 def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
-    """Return a merged structure with the values of now: of each, that of the lowest rank which has told it.
+    """Return a merged structure with the current values: each from the lowest rank that has sent it.
 
     Raises
     ------
     SpecError
-        If no rank has told a value.
+        If no rank has sent a value.
     """
     texts: dict[str, str] = {}
     for _, state in parts:
         for value in state.values:
             texts.setdefault(value.key, value.text)
-    raise_problems(SpecError("no rank has told the value of a key", value.key)
-                   for value in structure.values if value.key not in texts)  # fmt: skip
+    unknown = [value.key for value in structure.values if value.key not in texts]
+    raise_problems(SpecError("no rank has sent the value of a key", key) for key in unknown)
     values = tuple(attrs.evolve(value, text=texts[value.key]) for value in structure.values)
     return attrs.evolve(structure, values=values, attributes=parts[0][1].attributes)
 
@@ -212,7 +224,7 @@ def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
 def placed_leaves(
     common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str]
 ) -> list[ShardSpec | PlacedArray]:
-    """Return what `plan_local_save` plans where `size` ranks hold `common` alike, and some have their own besides.
+    """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.
 
     Keys in `tied` are left out.
     """
@@ -245,7 +257,7 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
     Raises
     ------
     SpecError
-        If a chunk has no digest, or two: then some rank has not done its part of the plan.
+        If a chunk has no digest, or two: then some rank did not follow the plan.
     """
     first = np.cumsum([0, *(plan.grid.size for plan in arrays)])
     at = first[chunks.array] + chunks.chunk
@@ -273,7 +285,7 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
 
 def _merged_leaves(parts: Sequence[Part], problems: list[ProblemError]) -> tuple[ArrayLeaf, ...]:
     found: dict[str, ArrayLeaf] = {}
-    # Parts that travelled as the same bytes share one tuple of leaves.
+    # Parts that were sent as the same bytes share one tuple of leaves.
     for leaves in {id(state.arrays): state.arrays for _, state in parts}.values():
         for leaf in leaves:
             first = found.setdefault(leaf.key, leaf)
@@ -304,8 +316,8 @@ def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
                         "ranks hold different values under one key",
                         value.key,
                         rank=(first_rank, rank),
-                        expected=_short(text),
-                        found=_short(value.text),
+                        expected=_shorten(text),
+                        found=_shorten(value.text),
                         remedy=f"{_PER_RANK}, or {_TRUST}",
                     )
                 )
@@ -320,7 +332,7 @@ def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLe
 
 
 def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) -> list[ProblemError]:
-    """Return a problem if the leaves of all ranks make no tree: a leaf of one rank is a dict of another."""
+    """Return a problem if the leaves of all ranks do not form a tree: a leaf of one rank is a dict of another."""
     entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
     paths = {entry.path: None for entry in entries if entry.path is not None}
     try:
@@ -331,7 +343,7 @@ def _tree_problems(leaves: Sequence[ArrayLeaf], values: Sequence[ValueEntry]) ->
 
 
 def _both_kinds(parts: Sequence[Part]) -> list[ProblemError]:
-    """Return a problem for each key that is an array here and a plain value there."""
+    """Return a problem for each key that is an array on one rank and a plain value on another."""
     arrays = {leaf.key: rank for rank, state in reversed(parts) for leaf in state.arrays}
     values = {value.key: rank for rank, state in reversed(parts) for value in state.values}
     return [
@@ -346,7 +358,7 @@ def _unequal_copies(parts: Sequence[Part]) -> list[ProblemError]:
     for rank, state in parts:
         for copy in state.copies:
             first_rank, known = first.setdefault(copy.spec.key, (rank, copy))
-            # Another shape or data type is a problem of its own, which planning names.
+            # Planning reports a different shape or data type.
             if copy.digest != known.digest and copy.spec == known.spec:
                 problems.append(
                     ReplicaError(
@@ -362,7 +374,7 @@ def _unequal_copies(parts: Sequence[Part]) -> list[ProblemError]:
 
 
 def _unequal(parts: Sequence[Part], name: str, what: str) -> list[ProblemError]:
-    """Return a problem if some rank has another text in field `name` than the first."""
+    """Return a problem if field `name` of some rank differs from that of the first."""
     first, state = parts[0]
     text = getattr(state, name)
     other = next((part for part in parts if getattr(part[1], name) != text), None)
@@ -373,10 +385,10 @@ def _unequal(parts: Sequence[Part], name: str, what: str) -> list[ProblemError]:
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """Return both texts from a little before the place where they part."""
+    """Return both texts from shortly before their first difference."""
     at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     start = max(0, at - 40)
-    return _short(one[start:]), _short(other[start:])
+    return _shorten(one[start:]), _shorten(other[start:])
 
 
 def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:
@@ -386,7 +398,7 @@ def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:
         for leaf in state.arrays:
             claims.setdefault(leaf.key, []).append(leaf.tied_to)
     agreed = {key: ties[0] for key, ties in claims.items() if ties[0] is not None and len(set(ties)) == 1}
-    # The key tied to must be held wherever the alias is; a chain cannot arise, ties name the first key.
+    # Every rank that has the alias must have its target too. There are no chains: ties name the first key.
     return {key: target for key, target in agreed.items() if len(claims[target]) == len(claims[key])}
 
 
@@ -396,5 +408,5 @@ def _two_paths(key: str, one: object, other: object) -> DuplicateKeyError:
     )
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."

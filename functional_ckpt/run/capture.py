@@ -1,9 +1,10 @@
-"""From a state tree to a `LocalState` and the buffers behind it: what a rank says of its leaves."""
+"""From leaves to a `LocalState` and the buffers behind it: `Describer`, and `capture`, which describes a tree."""
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -16,21 +17,22 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
-from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState, is_per_rank
+from functional_ckpt.plan.state import NO_ATTRIBUTES, ArrayLeaf, CopyDigest, LocalState, is_per_rank
 from functional_ckpt.run.comm import Gather
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
 from functional_ckpt.run.objects import object_bytes, trust_needed, warn_of_trust
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import check_key
 from functional_ckpt.spec.mesh import relabelled
-from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
-from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.buffer import WHOLE, Buffer
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.execute import content_digest
 from functional_ckpt.store.values import MAX_INLINE_NBYTES, plain_text
 
-__all__ = ["Captured", "capture", "policy_text"]
+__all__ = ["Captured", "Describer", "capture", "policy_text"]
+
+T = TypeVar("T")
 
 _EACH_RANKS_OWN = ("durability", "budget_nbytes", "timeout_s")
 
@@ -39,17 +41,13 @@ _EACH_RANKS_OWN = ("durability", "budget_nbytes", "timeout_s")
 class Captured:
     """What a rank holds: what all ranks may hold alike, its `own` part, and the buffers of both, in order of leaves.
 
-    `numbers` are the positions of a key's buffers among them; those of `common` come first.
+    `counts` are the numbers of buffers behind the leaves, those of `common` first.
     """
 
     common: LocalState
     own: LocalState
     buffers: tuple[Buffer, ...]
-    numbers: Mapping[str, range]
-
-    def counts(self, state: LocalState) -> tuple[int, ...]:
-        """Return the numbers of buffers behind the leaves of `state`, `common` or `own`."""
-        return tuple([len(self.numbers[leaf.key]) for leaf in state.arrays])
+    counts: tuple[int, ...]
 
 
 def capture(
@@ -62,143 +60,192 @@ def capture(
     CheckpointError
         All leaves that cannot be saved, at once.
     """
-    seen = _Capture(gather, policy)
+    seen = Describer(gather.rank, policy, gather.size > 1, getattr(gather, "members", None))
+    taken: dict[str, Path] = {}
     for path, leaf in flatten(tree):
-        seen.guard(seen.add, path, leaf)
-    seen.guard(seen.set_attributes, attributes or {})
-    raise_problems(seen.problems)
-    warn_of_trust(seen.untrusted)
-    common, own = attrs.evolve(seen.state(), policy_text=policy_text(policy, overwrite)).split_common()
-    buffers: list[Buffer] = []
-    numbers: dict[str, range] = {}
-    for leaf in (*common.arrays, *own.arrays):
-        found = seen.buffers[leaf.key]
-        numbers[leaf.key] = range(len(buffers), len(buffers) + len(found))
-        buffers += found
-    return Captured(common, own, tuple(buffers), numbers)
+        seen.guard(key_of(path), _add_leaf, seen, taken, gather.size, path, leaf)
+    text = seen.guard("attributes", _attributes_text, attributes or {})
+    return seen.captured(policy_text(policy, overwrite), text or NO_ATTRIBUTES)
 
 
-class _Capture:
-    """Collects leaves into a `LocalState`; one object per save, gone before the first byte moves."""
+class Describer:
+    """Collects the leaves of one rank for one save, whatever they come from; `captured` returns them.
 
-    def __init__(self, gather: Gather, policy: SavePolicy) -> None:
-        self.gather, self.policy = gather, policy
-        self.problems: list[CheckpointError] = []
-        self.buffers: dict[str, tuple[Buffer, ...]] = {}
-        self._shards: list[ShardSpec] = []
-        self._arrays: list[tuple[ArrayLeaf, Any]] = []
+    With `compares` copies of plain tensors get digests, which all ranks compare. `members` are the numbers by which
+    meshes know the ranks of the group. An array may be added region by region; equal identities become a tie.
+    """
+
+    def __init__(self, rank: int, policy: SavePolicy, compares: bool, members: tuple[int, ...] | None = None) -> None:
+        self.rank, self.policy, self.members = rank, policy, members
+        self.compares = compares and policy.replicated == "check"
+        self.per_rank: list[PerRankEntry] = []
+        self._problems: list[CheckpointError] = []
+        self._arrays: dict[str, tuple[ArrayLeaf, list[HeldArray]]] = {}
         self._values: list[ValueEntry] = []
-        self._per_rank: list[PerRankEntry] = []
         self._copies: list[CopyDigest] = []
-        self._attributes = "{}"
-        self._keys: dict[str, Path] = {}
-        self.untrusted: dict[str, tuple[str, ...]] = {}
+        self._untrusted: dict[str, tuple[str, ...]] = {}
 
-    def guard(self, function: Callable[..., None], *arguments: Any) -> None:
+    def guard(self, key: str, function: Callable[..., T], *arguments: Any) -> T | None:
         """Call `function`, and keep its problem for the report of all of them."""
         try:
-            function(*arguments)
+            return function(*arguments)
         except CheckpointError as error:
-            self.problems.append(error)
+            self._problems.append(error)
         except Exception as error:  # a tensor subclass or an object's pickling can raise anything
-            key = key_of(arguments[0]) if isinstance(arguments[0], tuple) else None
             found = f"{type(error).__name__}: {error}"
-            self.problems.append(UnsupportedLeafError("a leaf cannot be described", key, found=found))
+            self._problems.append(UnsupportedLeafError("a leaf cannot be described", key, found=found))
+        return None
 
-    def state(self) -> LocalState:
-        """Return what was collected; equal memory under several keys becomes a tie to the first of them."""
-        first: dict[Any, str] = {}
-        for leaf, identity in sorted(self._arrays, key=lambda item: item[0].key):
-            first.setdefault(identity, leaf.key)
-        arrays = tuple(
-            attrs.evolve(leaf, tied_to=first[identity]) if first[identity] != leaf.key else leaf
-            for leaf, identity in self._arrays
-        )
-        values, per_rank, copies = tuple(self._values), tuple(self._per_rank), tuple(self._copies)
-        return LocalState(arrays, tuple(self._shards), values, per_rank, self._attributes, copies=copies)
-
-    def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Check and keep the user's attributes."""
-        try:
-            self._attributes = canonical(dict(attributes))
-        except (TypeError, ValueError) as error:
-            raise SpecError("attributes must be JSON", "attributes", found=str(error),
-                            remedy="Pass text, finite numbers, None, lists and dicts of them") from None  # fmt: skip
-        if "functional_ckpt" in attributes:
-            raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
-
-    def add(self, path: Path, leaf: Any) -> None:
-        """Collect one leaf."""
-        key = self._claim_key(path)
-        if isinstance(leaf, PerRank):
-            self._per_rank.append(PerRankEntry(key, self.gather.size, path))
-            below = (*path, RankItem(self.gather.rank))
-            for inner, value in flatten(leaf.value):
-                if isinstance(value, PerRank):
-                    raise UnsupportedLeafError("a PerRank holds another", key_of((*path, *inner)))
-                self.guard(self.add, (*below, *inner), value)
-            return
-        adapter = adapter_of(leaf)
-        if adapter is not None:
-            held = adapter.hold(key, leaf, self.gather.rank)
-            if held.codec is not None:
-                self.untrusted[key] = trust_needed(key, held.buffers[0].get(held.spec.shape, 0, (slice(None),)))
-            self._add_array(key, path, held, held.codec)
-        elif (text := plain_text({} if isinstance(leaf, defaultdict) and not leaf else leaf)) is not None:
-            self._add_text(key, path, text)
-        elif self.policy.object_codec is None:
-            raise UnsupportedLeafError(
-                "a leaf is neither an array nor a plain value",
-                key,
-                expected="an array, a number, text, bytes, None, or a tuple of plain values",
-                found=_type_name(leaf),
-                remedy=_remedy(leaf),
-            )
-        else:
-            self._add_object(key, path, leaf)
-
-    def _claim_key(self, path: Path) -> str:
-        key = key_of(path)
-        check_key(key)
-        for item in path:
-            if isinstance(item, DictKey) and not _is_representable(item.value):
-                raise SpecError("a dict key of this type has no representation", key, found=_type_name(item.value),
-                                remedy="Use text, ints, finite floats, bools or None")  # fmt: skip
-        if key in self._keys:
-            raise DuplicateKeyError(
-                "two leaves have one key",
-                key,
-                expected=self._keys[key],
-                found=path,
-                remedy="Rename one: a key is the path joined by dots",
-            )
-        self._keys[key] = path
-        return key
-
-    def _add_text(self, key: str, path: Path, text: str) -> None:
+    def add_text(self, key: str, path: Path, text: str) -> None:
+        """Collect a plain value: in the manifest if it is short, else as an array of bytes."""
         if len(text) <= MAX_INLINE_NBYTES:
             self._values.append(ValueEntry(key, text, path))
         else:
-            self._add_bytes(key, path, np.frombuffer(text.encode(), np.uint8), "json")
+            self.add_bytes(key, path, np.frombuffer(text.encode(), np.uint8), "json")
 
-    def _add_object(self, key: str, path: Path, leaf: Any) -> None:
-        data = object_bytes(key, leaf)
-        self.untrusted[key] = trust_needed(key, data)
-        self._add_bytes(key, path, data, self.policy.object_codec)
+    def add_bytes(self, key: str, path: Path, data: Array, codec: str | None) -> None:
+        """Collect an object as the bytes that `codec` has made of it."""
+        self.add_array(key, path, attrs.evolve(NumpyLeaves().hold(key, data, self.rank), codec=codec))
 
-    def _add_bytes(self, key: str, path: Path, data: Array, codec: str | None) -> None:
-        self._add_array(key, path, NumpyLeaves().hold(key, data, self.gather.rank), codec)
+    def add_array(self, key: str, path: Path, held: HeldArray) -> None:
+        """Collect an array, or some more regions of one.
 
-    def _add_array(self, key: str, path: Path, held: HeldArray, codec: str | None) -> None:
-        self.buffers[key] = held.buffers
-        sharding = None if held.sharding is None else relabelled(held.sharding, getattr(self.gather, "members", None))
-        self._shards += () if held.copy or sharding is not None else held.all_shards(self.gather.rank)
-        checked = held.copy and self.policy.replicated == "check" and self.gather.size > 1
-        if checked and not is_per_rank(path):
+        Raises
+        ------
+        SpecError
+            If the regions of one array contradict each other.
+        """
+        if held.codec not in (None, "json"):
+            self._untrusted[key] = trust_needed(key, held.buffers[0].get(held.spec.shape, 0, WHOLE))
+        sharding = None if held.sharding is None else relabelled(held.sharding, self.members)
+        leaf = ArrayLeaf(held.spec, path, held.codec, None, held.copy, sharding)
+        first, regions = self._arrays.setdefault(key, (leaf, []))
+        if (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
+            raise SpecError(
+                "the regions of one array disagree about it",
+                key,
+                rank=self.rank,
+                shape=leaf.spec.shape,
+                expected=(first.spec.shape, first.spec.dtype),
+                found=(leaf.spec.shape, leaf.spec.dtype),
+            )
+        if leaf.is_copy and regions:
+            raise SpecError("the plan writes a whole tensor twice", key, rank=self.rank, shape=leaf.spec.shape)
+        regions.append(held)
+        if leaf.is_copy and self.compares and not is_per_rank(path):
             digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
             self._copies.append(CopyDigest(held.spec, digest))
-        leaf = ArrayLeaf(held.spec, path, codec, None, held.copy, sharding)
-        self._arrays.append((leaf, held.identity))
+
+    def captured(self, policy_text: str, attributes: str = NO_ATTRIBUTES) -> Captured:
+        """Return everything that was collected, in order of the keys: so ranks that hold the same describe it alike.
+
+        Raises
+        ------
+        CheckpointError
+            The problems of all leaves, at once.
+        """
+        raise_problems(self._problems)
+        warn_of_trust(self._untrusted)
+        ordered = [found for _, found in sorted(self._arrays.items())]
+        shards = [
+            shard
+            for leaf, regions in ordered
+            if not leaf.is_copy and leaf.sharding is None
+            for held in regions
+            for shard in held.all_shards(self.rank)
+        ]
+        common, own = LocalState(
+            _tied(ordered),
+            tuple(shards),
+            tuple(sorted(self._values, key=lambda value: value.key)),
+            tuple(sorted(self.per_rank, key=lambda entry: entry.key)),
+            attributes,
+            policy_text,
+            copies=tuple(sorted(self._copies, key=lambda copy: copy.spec.key)),
+        ).split_common()
+        buffers = [
+            [buffer for held in self._arrays[leaf.key][1] for buffer in held.buffers]
+            for leaf in (*common.arrays, *own.arrays)
+        ]
+        return Captured(common, own, tuple(chain.from_iterable(buffers)), tuple(map(len, buffers)))
+
+
+def _tied(found: Sequence[tuple[ArrayLeaf, list[HeldArray]]]) -> tuple[ArrayLeaf, ...]:
+    """Return the leaves; of several keys with one identity the later ones are tied to the first."""
+    first: dict[Hashable, str] = {}
+    return tuple(
+        leaf
+        if (key := first.setdefault(regions[0].identity, leaf.key)) == leaf.key
+        else attrs.evolve(leaf, tied_to=key)
+        for leaf, regions in found
+    )
+
+
+def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, path: Path, leaf: Any) -> None:
+    """Describe one leaf of a tree; `taken` are the keys that other leaves have, by their paths."""
+    key = _take_key(taken, path)
+    if isinstance(leaf, PerRank):
+        seen.per_rank.append(PerRankEntry(key, size, path))
+        for inner, value in flatten(leaf.value):
+            if isinstance(value, PerRank):
+                raise UnsupportedLeafError("a PerRank holds another", key_of((*path, *inner)))
+            below = (*path, RankItem(seen.rank), *inner)
+            seen.guard(key_of(below), _add_leaf, seen, taken, size, below, value)
+        return
+    adapter = adapter_of(leaf)
+    if adapter is not None:
+        seen.add_array(key, path, adapter.hold(key, leaf, seen.rank))
+    elif (text := plain_text({} if isinstance(leaf, defaultdict) and not leaf else leaf)) is not None:
+        seen.add_text(key, path, text)
+    elif seen.policy.object_codec is None:
+        raise UnsupportedLeafError(
+            "a leaf is neither an array nor a plain value",
+            key,
+            expected="an array, a number, text, bytes, None, or a tuple of plain values",
+            found=_type_name(leaf),
+            remedy=_remedy(leaf),
+        )
+    else:
+        seen.add_bytes(key, path, object_bytes(key, leaf), seen.policy.object_codec)
+
+
+def _take_key(taken: dict[str, Path], path: Path) -> str:
+    key = key_of(path)
+    check_key(key)
+    for item in path:
+        if isinstance(item, DictKey) and not _is_representable(item.value):
+            raise SpecError(
+                "a dict key of this type has no representation",
+                key,
+                found=_type_name(item.value),
+                remedy="Use text, ints, finite floats, bools or None",
+            )
+    if key in taken:
+        raise DuplicateKeyError(
+            "two leaves have one key",
+            key,
+            expected=taken[key],
+            found=path,
+            remedy="Rename one: a key is the path joined by dots",
+        )
+    taken[key] = path
+    return key
+
+
+def _attributes_text(attributes: Mapping[str, Any]) -> str:
+    """Return the user's attributes as JSON."""
+    try:
+        text = canonical(dict(attributes))
+    except (TypeError, ValueError) as error:
+        raise SpecError(
+            "attributes must be JSON",
+            "attributes",
+            found=str(error),
+            remedy="Pass text, finite numbers, None, lists and dicts of them",
+        ) from None
+    if "functional_ckpt" in attributes:
+        raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
+    return text
 
 
 def policy_text(policy: SavePolicy, overwrite: bool) -> str:

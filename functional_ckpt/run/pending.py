@@ -18,13 +18,14 @@ from functional_ckpt.errors import (
     CheckpointWarning,
     ProblemError,
     SaveCancelledError,
+    SaveInFlightError,
     changed,
     raise_problems,
 )
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.progress import Progress, Tracker
 
-__all__ = ["PendingSave", "raise_dropped", "start", "wait_for_all"]
+__all__ = ["PendingSave", "raise_dropped", "refuse_while_running", "start", "wait_for_all"]
 
 _LOGGER = logging.getLogger("functional_ckpt")
 
@@ -133,10 +134,22 @@ def start(function: Callable[[], Manifest], tracker: Tracker, lane: object = Non
 
 def wait_for_all() -> None:
     """Wait for the saves of this process that are in the background, so that a later one is also published later."""
+    wait(_running())
+
+
+def refuse_while_running() -> None:
+    """Raise `SaveInFlightError` while a save of this process is in the background."""
+    if _running():
+        raise SaveInFlightError("an earlier save of this process is still running",
+                                remedy="Wait for its result(), or pass SavePolicy(in_flight='wait')")  # fmt: skip
+
+
+def _running() -> list["Future[Manifest]"]:
+    """Return the saves in the background; none in one of their threads, which would wait for itself."""
+    if getattr(_HERE, "is_worker", False):
+        return []
     with _LOCK:
-        running = [job.future for queue in _QUEUES.values() for job in queue]
-    if not getattr(_HERE, "is_worker", False):  # else it would wait for itself
-        wait(running)
+        return [job.future for queue in _QUEUES.values() for job in queue]
 
 
 def raise_dropped() -> None:

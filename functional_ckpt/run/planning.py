@@ -101,7 +101,7 @@ class Planner:
 
         def propose_mine() -> Proposal:
             mine = describe()
-            own = mine.own.with_table(self.gather.rank, sum(mine.counts(mine.common)))
+            own = mine.own.with_table(self.gather.rank, sum(mine.counts[: len(mine.common.arrays)]))
             basis = self._basis(mine, own)
             proposal = propose(basis, mine.common.contents(), own, self.policy.budget_nbytes)
             known = self.memory.find(proposal.basis)
@@ -127,7 +127,7 @@ class Planner:
         return Basis(
             group.rank, group.size, store.capabilities.shared_chunks, isinstance(group, Exchange), self.policy.layout,
             self.policy.replicas, mine.common.structure(), own.structure(),
-            (*mine.counts(mine.common), *mine.counts(mine.own)),
+            mine.counts,
         )  # fmt: skip
 
     def _told(self, mine: LocalState, proposals: Sequence[Proposal], has_plan: bool) -> list[Part]:

@@ -30,6 +30,7 @@ Replicas: TypeAlias = Literal["elect", "declared"]
 Replicated: TypeAlias = Literal["check", "trust"]
 Durability: TypeAlias = Literal["auto", "fsync", "syncfs", "none"]
 Commit: TypeAlias = Literal["auto", "rename", "marker"]
+InFlight: TypeAlias = Literal["wait", "refuse", "queue"]
 Foreign: TypeAlias = Literal["refuse", "keep"]
 ObjectCodec: TypeAlias = Literal["torch"]
 Action: TypeAlias = Literal["raise", "report", "ignore"]
@@ -82,6 +83,10 @@ class SavePolicy:
     budget_nbytes
         Extra host memory for the pieces in flight on this rank, in bytes; one piece is always allowed. The copy that
         `async_save` makes of the state comes on top.
+    in_flight
+        What `async_save` does while an earlier save of this process runs: ``"wait"`` for it, so that one copy of the
+        state is held at a time, ``"refuse"`` (on all ranks, if any is busy), or ``"queue"``: copy the state and save
+        it afterwards. `save` waits always.
     timeout_s
         Longest wait for another rank, in seconds.
     store
@@ -112,6 +117,7 @@ class SavePolicy:
     )
     consolidate: bool = attrs.field(default=True, validator=flag)
     budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
+    in_flight: InFlight = attrs.field(default="wait", validator=one_of(*get_args(InFlight)))
     timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 

@@ -1,4 +1,4 @@
-"""`ArraySpec`: an array as such - key, shape, data type - and the data types of the format."""
+"""`ArraySpec`: key, shape and data type of an array; and the data types of the format."""
 
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -8,13 +8,13 @@ from types import MappingProxyType
 import attrs
 
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError
-from functional_ckpt.spec.box import MAX_RANK, Box
+from functional_ckpt.spec.box import MAX_NDIM, Box
 
 __all__ = ["BITS", "DTYPES", "MAX_EXTENT", "ArraySpec", "ObjectSpec", "can_cast", "check_key"]
 
-#: Zarr v3 data type name -> (item size in bytes, kind). Kinds order by what same_kind casts may widen:
-#: 0 bool, 1 unsigned, 2 signed, 3 floating, 4 complex. Nothing off this table ever reaches TensorStore,
-#: which aborts the process on some data types that it does not know.
+#: Zarr v3 data type name -> (item size in bytes, kind). A same_kind cast may go from a kind to a later one:
+#: 0 bool, 1 unsigned, 2 signed, 3 floating, 4 complex. A data type outside this table is never passed to
+#: TensorStore, which aborts the process on some data types that it does not know.
 DTYPES: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "bool": (1, 0),
@@ -111,12 +111,12 @@ class ArraySpec:
 
     def __attrs_post_init__(self) -> None:
         check_key(self.key)
-        if len(self.shape) > MAX_RANK:
+        if len(self.shape) > MAX_NDIM:
             raise ShapeError(
                 "an array has too many dimensions",
                 self.key,
                 shape=self.shape,
-                expected=f"at most {MAX_RANK}",
+                expected=f"at most {MAX_NDIM}",
                 found=len(self.shape),
                 remedy="Merge axes with reshape before saving",
             )

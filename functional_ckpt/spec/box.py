@@ -8,10 +8,10 @@ import attrs
 
 from functional_ckpt.errors import ShapeError
 
-__all__ = ["MAX_RANK", "Box"]
+__all__ = ["MAX_NDIM", "Box"]
 
-# TensorStore refuses rank 33, and some of its code paths abort the process instead of raising.
-MAX_RANK = 32
+# TensorStore refuses 33 dimensions, and some of its code paths abort the process instead of raising.
+MAX_NDIM = 32
 
 
 def _ints(values: Sequence[int]) -> tuple[int, ...]:
@@ -27,7 +27,8 @@ class Box:
     Raises
     ------
     ShapeError
-        If the ends differ in length, exceed `MAX_RANK`, are negative or run backwards.
+        If `start` and `stop` differ in length or have more than `MAX_NDIM` numbers, if a number is negative, or
+        if `stop` is less than `start`.
 
     Examples
     --------
@@ -39,8 +40,8 @@ class Box:
     stop: tuple[int, ...] = attrs.field(converter=_ints)
 
     def __attrs_post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or len(self.start) > MAX_RANK:
-            what = f"a box needs two ends of one length, at most {MAX_RANK}"
+        if len(self.start) != len(self.stop) or len(self.start) > MAX_NDIM:
+            what = f"start and stop of a box must have one length, at most {MAX_NDIM}"
             raise ShapeError(what, offset=self.start, found=self.stop)
         if not all(map(le, self.start, self.stop)) or min(self.start, default=0) < 0:
             raise ShapeError("a box must have 0 <= start <= stop", offset=self.start, found=self.stop)
@@ -76,7 +77,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Number of cells (1 for rank 0)."""
+        """Number of cells (1 for a zero-dimensional box)."""
         return prod(map(sub, self.stop, self.start))
 
     @property
@@ -94,7 +95,7 @@ class Box:
         >>> Box((0,), (3,)).intersect(Box((3,), (9,))) is None
         True
         """
-        self._check_rank(other)
+        self._check_ndim(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(map(le, stop, start)):
@@ -157,10 +158,10 @@ class Box:
         """
         return self.shift(tuple(-o for o in outer.start))
 
-    def _check_rank(self, other: "Box") -> None:
+    def _check_ndim(self, other: "Box") -> None:
         if self.ndim != other.ndim:
             raise ShapeError(
-                "boxes of different rank cannot be combined",
+                "boxes with different numbers of dimensions cannot be combined",
                 expected=self.ndim,
                 found=other.ndim,
             )

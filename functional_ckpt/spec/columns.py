@@ -1,4 +1,4 @@
-"""`Columns`: rows of integers kept as columns. A value like a tuple of rows, at no Python object per row."""
+"""`Columns`: a table of integers, stored by column. A value like a tuple of rows, without a Python object per row."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -23,7 +23,7 @@ def to_column(values: Any) -> Ints:
 
 @attrs.frozen(eq=False)
 class Columns:
-    """Base of tables: every field goes through `to_column`, all of one length; compares and hashes by content.
+    """Base of tables. Every field is converted by `to_column`, all have one length; tables compare and hash by content.
 
     Examples
     --------
@@ -55,12 +55,12 @@ class Columns:
         return tuple(column.tobytes() for column in self._columns)
 
     def take(self, rows: Any) -> Self:
-        """Return the chosen rows: a mask, or their numbers."""
+        """Return the rows that `rows` selects: a mask, or row numbers."""
         return type(self)(*(column[rows] for column in self._columns))
 
     @classmethod
     def joined(cls, tables: Sequence[Self]) -> Self:
-        """Return the rows of all `tables`, of which there is at least one."""
+        """Return the rows of all `tables`, at least one table."""
         return cls(*map(np.concatenate, zip(*(table._columns for table in tables), strict=True)))
 
 

@@ -65,7 +65,7 @@ def flat_runs(shape: Sequence[int], box: Box) -> tuple[tuple[int, int], ...]:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return half-open ranges with each run of touching neighbours made one.
+    """Return half-open ranges with adjacent ones merged.
 
     Examples
     --------

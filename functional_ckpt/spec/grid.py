@@ -1,4 +1,4 @@
-"""Regular grids: where a shard stands among the equal fragments of its array, and how large those are."""
+"""Regular grids: the index of a shard among the equal fragments of its array, and the shape of those."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def grid_index(shard: ShardSpec) -> tuple[int, ...]:
 def fragment_shape(array: ArraySpec, counts: Sequence[int], exact: bool = True) -> tuple[int, ...]:
     """Return the shape, in elements, of the fragments of an array that is cut into `counts` along its axes.
 
-    Unless `exact`, what remains of a division is ignored.
+    Unless `exact`, remainders are ignored.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""`Sharding`: how the ranks of a device mesh hold an array. It says what every rank holds, without asking any.
+"""`Sharding`: how the ranks of a device mesh hold an array. It tells what every rank holds, without communication.
 
-Along each axis the array falls into intervals, and a rank's place on the mesh says which of them it holds. Splits that
-come out even are known by formula, so that what one rank asks costs the same on 8 and on 16,384 ranks; and arrays that
-are placed alike are asked about together.
+Each axis of the array is cut into intervals, and the position of a rank on the mesh determines which of them it holds.
+Even splits are computed by formula, so that a query costs the same on 8 and on 16,384 ranks; and arrays with equal
+placements are computed together.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,7 +38,7 @@ class Mesh:
     Raises
     ------
     ShapeError
-        If the number of ranks is not that of the places.
+        If the number of ranks is not the product of the shape.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class Mesh:
     def __attrs_post_init__(self) -> None:
         if prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
             raise ShapeError(
-                "a mesh needs one rank per place",
+                "a mesh needs one rank per position",
                 shape=self.shape,
                 expected=prod(self.shape),
                 found=len(set(self.ranks)),
@@ -70,7 +70,7 @@ class Mesh:
         return cls((size,), tuple(range(size)))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the place of `rank`, or None if it is not on the mesh."""
+        """Return the position of `rank`, or None if it is not on the mesh."""
         place = _places(self).get(rank)
         return None if place is None else tuple(int(i) for i in np.unravel_index(place, self.shape))
 
@@ -120,7 +120,7 @@ class Sharding:
         )
 
     def places(self, shape: tuple[int, ...], rank: int) -> "tuple[Place, ...]":
-        """Return box, replica id and region of the local tensor of each shard that `rank` holds; remembered."""
+        """Return box, replica id and region of the local tensor of each shard that `rank` holds; cached."""
         return _places_of(self, shape, rank)
 
     def axes_of(self, dim: int, ndim: int) -> tuple[int, ...]:
@@ -185,16 +185,17 @@ class PlacedArray:
 
 
 class Split(Protocol):
-    """One axis of many arrays, cut into non-empty intervals, numbered in order, each held at one place.
+    """One axis of many arrays, cut into non-empty intervals, numbered in order; one place of the mesh holds each.
 
-    A place is the row-major number on the mesh axes that cut. Arguments and answers have one row per array.
+    A place is a position on the mesh axes that cut the axis, as a row-major number. Arguments and results have one row
+    per array.
     """
 
     def at(self, rows: Ints) -> "Split":
         """Return the split of the chosen arrays, which may repeat."""
 
     def held(self, place: int) -> list[Ints]:
-        """Return what one place holds: for each of its intervals the number per array, -1 where it is not there."""
+        """Return the intervals of one place: for each a number per array, -1 where the array has no such interval."""
 
     def bounds(self, numbers: Ints) -> tuple[Ints, Ints]:
         """Return where intervals start and stop."""
@@ -206,7 +207,7 @@ class Split(Protocol):
         """Return the place of intervals."""
 
     def largest(self, low: Ints, high: Ints) -> tuple[Ints, Callable[[Ints], Ints]]:
-        """Return how many intervals share most cells with ``[low, high)``, and what gives the k-th of them."""
+        """Return how many intervals share the most cells with ``[low, high)``, and a function that returns the k-th."""
 
 
 @attrs.frozen(eq=False)
@@ -243,7 +244,7 @@ class _EvenSplit:
 
     def largest(self, low: Ints, high: Ints) -> tuple[Ints, Callable[[Ints], Ints]]:
         first, last = self.touched(low, high)
-        # Those in the middle are whole; an end rivals them only if it is whole too.
+        # Intervals in the middle are whole; the first or the last equals them only if it is whole too.
         head = np.minimum((first + 1) * self.step, high) - np.maximum(first * self.step, low)
         tail = high - np.maximum((last - 1) * self.step, low)
         most = np.where(last - first > 2, self.step, np.maximum(head, tail))
@@ -253,7 +254,7 @@ class _EvenSplit:
 
 @attrs.frozen(eq=False)
 class _ListedSplit:
-    """Intervals of any length, the same for all arrays, listed."""
+    """Intervals of any length, listed; the same for all arrays."""
 
     start: Ints
     stop: Ints
@@ -285,7 +286,7 @@ class _ListedSplit:
 
 
 def is_even(extent: int, cuts: tuple[tuple[int, int], ...]) -> bool:
-    """Tell whether an axis of `extent` cells that mesh axes cut so has intervals of one length.
+    """Tell whether `cuts` divide an axis of `extent` cells into intervals of one length, the last maybe shorter.
 
     Examples
     --------
@@ -315,7 +316,7 @@ def common_face(extent: int, cuts: tuple[tuple[int, int], ...]) -> int:
 def split_of(extents: Ints, cuts: tuple[tuple[int, int], ...]) -> Split:
     """Return how mesh axes cut one axis of many arrays, from ``(split factor, size)`` of each, in mesh order.
 
-    All extents come out even, or all are the same.
+    Either all extents split evenly (`is_even`), or all are equal.
 
     Examples
     --------

@@ -14,7 +14,7 @@ __all__ = ["NarrowedRun", "narrow_runs"]
 
 @attrs.frozen
 class NarrowedRun:
-    """A flat shard of a narrowed array, and the elements ``[start, stop)`` of the buffer before that hold it."""
+    """A flat shard of a narrowed array, and the elements ``[start, stop)`` of the original buffer that hold it."""
 
     shard: ShardSpec
     start: int
@@ -22,10 +22,10 @@ class NarrowedRun:
 
 
 def narrow_runs(shard: ShardSpec, axis: int, start: int, length: int) -> tuple[NarrowedRun, ...]:
-    """Narrow a flat shard as `narrow` does, into one shard per run of its buffer that survives unbroken.
+    """Narrow a flat shard as `narrow` does, into one shard per contiguous run of its buffer that survives.
 
-    `narrow` tells what is held afterwards; here each part still lies where it lay, so it can be a view. Runs come in
-    the order of the buffer and none touches the next; along axis 0 there is at most one.
+    `narrow` returns the shards of a new buffer; here every shard is a run of the original buffer, so it can be a view.
+    Runs are in the order of the buffer and never adjacent; along axis 0 there is at most one.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def narrow_runs(shard: ShardSpec, axis: int, start: int, length: int) -> tuple[N
     strides = tuple(prod(kept.shape[i + 1 :]) for i in range(len(local)))
     found: list[NarrowedRun] = []
     for a, b in runs:
-        # All cells of a run are kept, so it is a run of the narrowed order too: its first cell tells where.
+        # All cells of a run are kept, so it is contiguous in the narrowed box too, from the place of its first cell.
         cell = np.unravel_index(a, local)
         first = sum((int(c) - o) * n for c, o, n in zip(cell, begin, strides, strict=True))
         found.append(NarrowedRun(attrs.evolve(whole, flat=(first, first + b - a)), a - low, b - low))

@@ -85,7 +85,7 @@ class ShardSpec:
 
     @property
     def is_main(self) -> bool:
-        """Whether this copy is the one that a declared save writes."""
+        """Whether a save with ``replicas="declared"`` writes this copy."""
         return not any(self.replica_id)
 
     @property
@@ -244,8 +244,7 @@ def narrow(shard: ShardSpec, axis: int, start: int, length: int) -> tuple[ShardS
     plain = ShardSpec(array, box, shard.replica_id, None, shard.grid)
     if shard.flat is None:
         return (plain,)
-    kept = Box((*(0,) * axis, start, *(0,) * (len(local) - axis - 1)),
-               (*local[:axis], start + length, *local[axis + 1 :]))  # fmt: skip
+    kept = Box.from_shape(box.shape, tuple(start if i == axis else 0 for i in range(len(local))))
     return tuple(attrs.evolve(plain, flat=flat) for flat in _narrowed_flats(shard, kept))
 
 

@@ -1,6 +1,6 @@
 """Strided views of memory: whether a view holds an element twice, and which views of a set share one.
 
-Only numbers are looked at, never the memory.
+Only addresses, shapes and strides are used; the memory is never read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,11 +16,11 @@ from functional_ckpt.spec.columns import Ints
 
 __all__ = ["View", "overlapping"]
 
-#: Views of more elements are taken for overlapping themselves where their strides do not tell.
+#: A view of more elements counts as overlapping itself if its strides alone do not prove that it does not.
 MAX_LISTED_ELEMENTS = 2**20
-# Solutions that numpy tries; on all cuts of one array that anybody makes it needs a few.
+# Candidate solutions that numpy tries at most; common cuts of an array need a few.
 _MAX_WORK = 10**5
-# A byte of memory for each, at most; and how many are marked in the time in which two views are compared.
+# Cells that are marked at most, a byte of memory each; and how many are marked in the time of one comparison of views.
 _MAX_CELLS = 2**27
 _CELLS_PER_PAIR = 1000
 
@@ -42,7 +42,7 @@ class View:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First byte, and the one after the last; equal where there are no elements."""
+        """Address of the first byte, and of the one after the last; equal if the view has no elements."""
         if 0 in self.shape:
             return self.address, self.address
         reach = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
@@ -51,7 +51,7 @@ class View:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two of its elements share a byte; a large view of odd strides is said to, if it cannot be told.
+        """Whether two of its elements share a byte; true also for a large view where that would take too long to find.
 
         Examples
         --------
@@ -77,7 +77,7 @@ class View:
 
     @classmethod
     def of_bytes(cls, address: int, nbytes: int) -> "View":
-        """Return the view of a run of bytes, as which contiguous elements are looked at.
+        """Return the view of `nbytes` contiguous bytes.
 
         Examples
         --------
@@ -87,7 +87,7 @@ class View:
         return cls(address, (nbytes,), (1,), 1)
 
     def overlaps(self, other: "View") -> bool:
-        """Tell whether the views share a byte; if it is too hard to tell, that they do.
+        """Tell whether the views share a byte; true also where that would take too long to find.
 
         Examples
         --------
@@ -107,7 +107,7 @@ class View:
 
 
 class _Interface:
-    """What numpy makes an array of without looking at its memory, since it is read-only and nobody reads it."""
+    """Numpy makes an array of this without reading its memory, which need not exist."""
 
     def __init__(self, view: View) -> None:
         self.__array_interface__ = {
@@ -120,9 +120,9 @@ class _Interface:
 
 
 def overlapping(views: Sequence[View]) -> list[tuple[int, int]]:
-    """Return pairs of positions of views that share a byte: for each that shares one with an earlier, one pair.
+    """Return pairs of positions of views that share a byte: one pair for each view that overlaps an earlier one.
 
-    Equal views count as one. Only views whose bounds meet are compared, so that parts of one buffer cost a sort.
+    Equal views count as one. Only views whose bounds intersect are compared, so that disjoint views cost a sort.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def overlapping(views: Sequence[View]) -> list[tuple[int, int]]:
 
 
 def _clusters(bounds: Ints) -> Iterator[list[int]]:
-    """Yield the rows, in order, of half-open bounds that meet, directly or by way of others, if there are several."""
+    """Yield the groups of several rows, each in order, whose half-open bounds intersect directly or through others."""
     rows = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
     rows = rows[np.argsort(bounds[rows, 0], kind="stable")]
     low, high = bounds[rows].T
@@ -152,7 +152,7 @@ def _clusters(bounds: Ints) -> Iterator[list[int]]:
 
 
 def _pairs(views: Sequence[View]) -> Iterator[tuple[View, View]]:
-    """Yield, for each view that shares a byte with an earlier one, the two."""
+    """Yield each view that shares a byte with an earlier one, and that earlier one."""
     bounds = [view.bounds for view in views]
     low, high = min(a for a, _ in bounds), max(b for _, b in bounds)
     numbers = [(view.address - low, view.itemsize, *view.strides) for view in views]
@@ -168,7 +168,7 @@ def _pairs(views: Sequence[View]) -> Iterator[tuple[View, View]]:
 
 
 def _marked_twice(views: Sequence[View], low: int, unit: int, cells: int) -> Iterator[int]:
-    """Yield the positions of views that hold a byte that an earlier one holds, by marking all that they hold."""
+    """Yield the positions of views that overlap an earlier one, by marking the cells of each view."""
     marks = np.zeros(cells, bool)
     for position, view in enumerate(views):
         shape = (*view.shape, view.itemsize // unit)

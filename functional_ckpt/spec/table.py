@@ -1,4 +1,4 @@
-"""`ShardTable`: the shards of many ranks as columns of integers, which is what planning computes with."""
+"""`ShardTable`: the shards of many ranks as columns of integers, for vectorised planning."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from functional_ckpt.spec.sharding import ShardSpec, World
 
 __all__ = ["Conflict", "ShardRows", "ShardTable", "key_hashes", "padded", "padded_shapes", "unpadded", "widest"]
 
-#: Cells are numbered through all arrays; more do not fit into the numbers, or onto any disk.
+#: Cells are numbered through all arrays in 64 bits.
 _MAX_CELLS = 2**62
 
 
@@ -23,9 +23,9 @@ _MAX_CELLS = 2**62
 class ShardRows(Columns):
     """One row per shard: `array` (number), `rank`, `shard` (position on the rank), box, flat range, `replica`, `main`.
 
-    `start` and `stop` have as many columns as the table's widest array has axes; narrower arrays get axes of extent 1
-    in front. `low` and `high` are the flat range in elements of the box, all of it for a shard that is not flat.
-    `replica` numbers the table's replica ids.
+    `start` and `stop` have as many columns as the array of the table with the most axes; the others get axes of extent
+    1 in front. `low` and `high` are the flat range in elements of the box, all of it for a shard that is not flat.
+    `replica` is an index into the table's replica ids.
     """
 
     array: Ints = attrs.field(converter=to_column)
@@ -67,7 +67,7 @@ class ShardTable:
 
     @classmethod
     def of(cls, rank: int, shards: Sequence[ShardSpec]) -> "ShardTable":
-        """Return the table of one rank; `arrays` in order of the key, one for each spec that differs."""
+        """Return the table of one rank; `arrays` are the distinct specs, sorted by key."""
         arrays = tuple(sorted({shard.array for shard in shards}, key=lambda spec: (spec.key, spec.shape, spec.dtype)))
         numbers = {spec: number for number, spec in enumerate(arrays)}
         replicas = tuple(sorted({shard.replica_id for shard in shards}))
@@ -96,16 +96,15 @@ class ShardTable:
     def join(
         cls, tables: "Sequence[ShardTable]", copied: Collection[str] = (), ranks: Sequence[int] | None = None
     ) -> "tuple[ShardTable, tuple[Conflict, ...]]":
-        """Return the table of all ranks, from theirs in rank order, and what they disagree about.
+        """Return one table of all ranks, from `tables` in rank order, and the conflicts between them.
 
-        Arrays that are described in two ways are left out. Of a `copied` key the lowest rank has the main replica.
-        `ranks` says whose each table is, where a rank has several. Tables that share one tuple of arrays are merged by
-        looking at it once.
+        Arrays with a conflict are left out. The main replica of a `copied` key is that of the lowest rank. `ranks` are
+        the ranks of the tables, if some rank has several. Tables that share one tuple of arrays read it once.
 
         Raises
         ------
         ShapeError
-            For more cells than can be numbered.
+            If the arrays have 2**62 elements or more in all.
         """
         seen: dict[str, tuple[int, ArraySpec]] = {}
         conflicts: dict[str, Conflict] = {}
@@ -145,10 +144,9 @@ class ShardTable:
         rows = self.rows.take(kept[self.rows.array])
         arrays = tuple(spec for spec, is_kept in zip(self.arrays, kept.tolist(), strict=True) if is_kept)
         ndim = widest(arrays)
-        return ShardTable(arrays, self.replicas, attrs.evolve(
-            rows, array=(np.cumsum(kept) - 1)[rows.array],
-            start=_widened(rows.start, ndim, 0), stop=_widened(rows.stop, ndim, 1),
-        ))  # fmt: skip
+        start, stop = _widened(rows.start, ndim, 0), _widened(rows.stop, ndim, 1)
+        array = (np.cumsum(kept) - 1)[rows.array]
+        return ShardTable(arrays, self.replicas, attrs.evolve(rows, array=array, start=start, stop=stop))
 
     @property
     def shapes(self) -> Ints:
@@ -208,7 +206,7 @@ def padded_shapes(arrays: Sequence[ArraySpec], ndim: int | None = None) -> Ints:
 
 
 def widest(arrays: Iterable[ArraySpec]) -> int:
-    """Return the number of axes of the array with most of them, at least 1: the width of rows for all.
+    """Return the largest number of axes of any array, at least 1: the width of rows for all.
 
     Examples
     --------

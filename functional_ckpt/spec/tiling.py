@@ -1,11 +1,11 @@
 """Do boxes tile an array? Overlaps and gaps, found without a quadratic step on tilings that cut cleanly.
 
-1. Along some axis, sort the boxes by start and cut wherever no box straddles: the groups between cuts
-   are independent. Repeat inside each group. Grids, guillotine cuts and 1-d splits fall apart into
+1. Along some axis, sort the boxes by start and cut wherever no box crosses the cut: the groups between cuts
+   are independent. Repeat inside each group. Grids, guillotine cuts and 1-d splits are separated into
    single boxes this way, one vectorised sort per level.
-2. A group that no axis cuts is compared pairwise.
+2. A group that has no such cut along any axis is compared pairwise.
 
-Splits of one axis, as torch and numpy make them, stand here too.
+The module also has the splits of one axis that torch and numpy make.
 """
 
 from collections.abc import Sequence
@@ -104,8 +104,8 @@ def first_gap(whole: Box, boxes: Sequence[Box]) -> Box | None:
 def check_tiling(whole: Box, boxes: Sequence[Box]) -> tuple[tuple[int, int] | None, Box | None]:
     """Return ``(overlap, gap)``: two overlapping positions or None, an uncovered region or None.
 
-    Both are None exactly when every cell of `whole` lies in exactly one of `boxes`. The gap is
-    looked for only where the volumes cannot add up, so the check of a good tiling is one pass.
+    Both are None exactly when every cell of `whole` lies in exactly one of `boxes`. A gap is searched only if there
+    is an overlap or the sizes do not add up, so a correct tiling is checked in one pass.
 
     Examples
     --------
@@ -119,10 +119,10 @@ def check_tiling(whole: Box, boxes: Sequence[Box]) -> tuple[tuple[int, int] | No
 
 
 def surely_tiled(shapes: Ints, array: Ints, start: Ints, stop: Ints) -> NDArray[np.bool_]:
-    """Tell for each array whether its boxes tile it, all arrays at once; False asks `check_tiling` to look closer.
+    """Tell for each array whether its boxes surely tile it, all arrays at once; where False, ask `check_tiling`.
 
-    `array` is the number of each box's array, sorted, as a row of `shapes`; no box is empty. True is proven: the
-    volumes add up, and clean cuts take all boxes of the array apart.
+    `array` is the row of `shapes` of each box, sorted; no box is empty. True is proven: the sizes add up, and clean
+    cuts separate all boxes of the array.
 
     Examples
     --------
@@ -148,10 +148,10 @@ def surely_tiled(shapes: Ints, array: Ints, start: Ints, stop: Ints) -> NDArray[
 
 
 def _cut_groups(group: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """Return an order of the intervals by group and start, and where clean cuts begin new groups in it."""
+    """Return the intervals' order by group and start, and the positions in it where clean cuts begin new groups."""
     order = np.lexsort((low, group))
     group, low, high = group[order], low[order], high[order]
-    # Intervals of later groups lie beyond those of earlier ones, so that one running maximum serves all groups.
+    # Intervals of later groups are shifted beyond those of earlier ones, so that one running maximum serves all groups.
     extent = int(high.max(initial=0)) + 1
     _, number = np.unique(group, return_inverse=True)
     if extent * (len(group) + 1) >= 2**62:

@@ -43,7 +43,7 @@ Path: TypeAlias = tuple[str | int | DictKey, ...]
 
 
 class _Missing:
-    """Marks the place of a leaf that the other half of a partition holds."""
+    """Stands for a leaf that the other half of a partition holds."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -84,7 +84,7 @@ def key_of(path: Path) -> str:
 
 
 def has_prefix(key: str, prefix: str) -> bool:
-    """Tell whether `key` is `prefix` or lies below it; prefixes end at dots, and the empty one holds all.
+    """Tell whether `key` is `prefix` or lies below it; prefixes end at dots, and every key lies below the empty one.
 
     Examples
     --------

@@ -135,6 +135,9 @@ class Store(Protocol):
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
 
+    def children(self) -> Iterator[str]:
+        """Yield the names right below the root: of objects, and with a slash at the end of what holds objects."""
+
     def pinned(self) -> "Store":
         """Return this store for reading what is under the root now, whatever takes its place."""
 

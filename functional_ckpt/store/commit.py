@@ -136,6 +136,7 @@ def begin(
     site = Site(str(final), str(final.parent / working_name(final.name, save_id)), "rename", save_id)
     with storage_errors("creating the directory to save to", site.work_url):
         make_directories(final.parent, durability not in _NOT_EACH)
+        _clear_beside(final)
         claim = Claim.take(site.claim_path(), save_id)
     try:
         with storage_errors("creating the directory to save to", site.work_url):
@@ -144,6 +145,20 @@ def begin(
     except BaseException as error:
         add_notes(error, abandon(site, claim))
         raise
+
+
+def _clear_beside(final: Path) -> None:
+    """Remove what dead saves to this path have left beside it; what does not go is left to `sweep`."""
+    for save_id in claims_for(final.name, os.listdir(final.parent)):
+        with suppress(OSError):
+            claim = Claim.adopt(final.parent / claim_name(save_id, final.name))
+            if claim is not None:
+                try:
+                    remove_tree(final.parent / working_name(final.name, save_id))
+                except OSError:
+                    claim.drop()
+                    raise
+                claim.release()
 
 
 def _with_target(site: Site, overwrite: bool, keeps_foreign: bool) -> Site:

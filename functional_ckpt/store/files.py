@@ -235,6 +235,15 @@ class FileStore:
                 below = os.path.relpath(directory, self.root)
                 yield from (name if below == "." else f"{below}/{name}" for name in files)
 
+    def children(self) -> Iterator[str]:
+        """Yield the names in the root's directory; of directories, with a slash."""
+        with storage_errors("listing", self.url):
+            try:
+                with os.scandir(self.root) as found:
+                    yield from (f"{entry.name}/" if entry.is_dir() else entry.name for entry in found)
+            except OSError as error:
+                _raise_unless_gone(error)
+
     def pinned(self) -> "FileStore":
         """Return this store tied to the directory that is there now, which is kept open for reading."""
         try:

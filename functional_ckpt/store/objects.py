@@ -33,7 +33,7 @@ _LONGEST_DELAY_S = 8.0
 
 # What a part of TensorStore's text means, and what to do about it; the first that is found counts.
 _MEANINGS = (
-    (r"NoSuchBucket|Bucket .* (not found|does not exist)", "Check the bucket's name, the region and the endpoint"),
+    (r"NoSuchBucket|Invalid S3 bucket name|Bucket .* (not found|does not exist)", "Check the bucket's name, the region and the endpoint"),
     (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
     (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
      "Check the credentials and the clock of this machine"),
@@ -232,6 +232,11 @@ class ObjectStore:
             raise StorageError("objects of this store cannot be listed", path=self.url)
         for key in self._wait("listing", "", self._kv().list()):
             yield key.decode("utf-8", "surrogateescape")
+
+    def children(self) -> Iterator[str]:
+        """Yield the names right below the prefix; TensorStore has no listing that stops there, so all are listed."""
+        heads = (name.partition("/") for name in self.names())
+        yield from dict.fromkeys(head + slash for head, slash, _ in heads)
 
     def pinned(self) -> "ObjectStore":
         """Return the store itself: a committed checkpoint is not overwritten here."""

@@ -27,7 +27,7 @@ from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
-__all__ = ["Opened", "VerifyReport", "read_manifest", "verify"]
+__all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify"]
 
 _BUDGET_NBYTES = 2**30
 
@@ -94,7 +94,7 @@ class Opened:
     def _of(cls, store: Store) -> "Opened":
         stamp = store.stamp(ROOT)
         root = store.read(ROOT)
-        expected = _committed_digest(store, root)
+        expected: str = root_attributes(store, root)[FORMAT]["manifest"]
         data = store.read(MANIFEST)
         found = None if data is None else manifest_digest(data)
         if data is None or found != expected:
@@ -149,13 +149,21 @@ class Opened:
                              remedy="If it was overwritten, load it again")  # fmt: skip
 
 
-def _committed_digest(store: Store, root: bytes | None) -> str:
+def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
+    """Return the attributes in a root's text: the caller's, and ours, which name the format and the manifest.
+
+    Raises
+    ------
+    NotACheckpointError
+        If it is no root of ours; says what lies in the store instead.
+    """
     try:
-        ours = json.loads(root or b"", object_hook=_without_arrays)["attributes"]["functional_ckpt"]
-        if ours["format"] != FORMAT:
+        attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]
+        ours = attributes[FORMAT]
+        if ours["format"] != FORMAT or not isinstance(ours["manifest"], str):
             raise KeyError("format")
         check_version(ours["version"])
-        return str(ours["manifest"])
+        return attributes
     except (ValueError, KeyError, TypeError, RecursionError):
         raise why_not(store, root) from None
 

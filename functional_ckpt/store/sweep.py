@@ -106,7 +106,7 @@ def _sweep_in_place(store: Store, dead: Collection[str] = ()) -> tuple[str, ...]
 
 
 def remove_leftovers(store: Store, dead: Collection[str]) -> list[str]:
-    """Delete what `leftover_names` names, and return it: claims last, so that what a killed deletion leaves is known."""
+    """Delete what `leftover_names` names, and return it: claims last, so that it is known what a killed one leaves."""
     names = leftover_names(store, dead)
     signs = [name for name in names if is_claim_name(name)]
     store.delete([name for name in names if name not in signs])

@@ -38,6 +38,7 @@ __all__ = [
     "Replaceable",
     "check_target",
     "exchange",
+    "foreign_in",
     "is_of_dcp",
     "manifest_digest",
     "put_in_place",
@@ -112,9 +113,7 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
             f"the path is {fixed}, which another directory cannot replace", path=str(final),
             remedy="Save to a directory below it, or use commit='marker'",
         )  # fmt: skip
-    names = sorted(path.name for path in final.iterdir())
-    nodes = _committed_nodes(final) if ROOT in names and MANIFEST in names else None
-    foreign = _foreign_names(final, names, nodes)
+    nodes, foreign = _foreign_in(final)
     if overwrite and needed is not None:
         foreign = [name for name in foreign if not is_of_dcp(final / name)]
     if foreign and needed is None:
@@ -134,6 +133,26 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
             "the path holds a checkpoint", path=str(final), remedy="Pass overwrite=True, or save under a new path"
         )
     return tuple(foreign)
+
+
+def foreign_in(final: Path) -> tuple[str, ...]:
+    """Return the names in a directory that are no part of a committed checkpoint there; all of them if there is none.
+
+    Examples
+    --------
+    >>> import tempfile, functional_ckpt
+    >>> path = Path(tempfile.mkdtemp(), "checkpoint")
+    >>> _, _ = functional_ckpt.save({"step": 3}, path), (path / "notes").mkdir()
+    >>> foreign_in(path)
+    ('notes',)
+    """
+    return tuple(_foreign_in(final)[1])
+
+
+def _foreign_in(final: Path) -> tuple[frozenset[str] | None, list[str]]:
+    names = sorted(path.name for path in final.iterdir())
+    nodes = _committed_nodes(final) if ROOT in names and MANIFEST in names else None
+    return nodes, _foreign_names(final, names, nodes)
 
 
 def _committed_nodes(final: Path) -> frozenset[str] | None:

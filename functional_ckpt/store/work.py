@@ -72,12 +72,9 @@ def run_all(
     pieces = list(work)
     results: list[object] = [None] * len(pieces)
     failures: list[BaseException] = []
-    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES]
-    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES]
-    if in_flight:
-        small, large = [], list(range(len(pieces)))
+    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES and not in_flight]
+    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES or in_flight]
     budget = _Budget(budget_nbytes)
-    largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
 
     def drain(order: Iterable[int]) -> None:
         try:
@@ -88,21 +85,36 @@ def run_all(
                 with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if in_flight else nullcontext():
                     results[i] = piece.call()
                 if on_bytes is not None:
-                    on_bytes(pieces[i].nbytes)
+                    on_bytes(piece.nbytes)
         except BaseException as error:
             failures.append(error)
 
-    # The large ones have one iterator for all threads: taking its next item is atomic.
-    todo = iter(large)
-    count = min(in_flight or thread_count(), len(large), len(large) if in_flight else max(1, budget_nbytes // largest))
-    helpers = [Thread(target=drain, args=(todo,)) for _ in range(count - 1)]
+    largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
+    count = in_flight or min(thread_count(), max(1, budget_nbytes // largest))
+    _run_on_threads(drain, small, large, count, failures)
+    if failures:
+        raise failures[0]
+    return results
+
+
+def _run_on_threads(
+    drain: Callable[[Iterable[int]], None],
+    mine: list[int],
+    all_of: list[int],
+    count: int,
+    failures: list[BaseException],
+) -> None:
+    """Let this thread do what is `mine`, and up to `count` threads, this one at last, what is for all of them."""
+    # One iterator for all threads: taking its next item is atomic.
+    todo = iter(all_of)
+    helpers = [Thread(target=drain, args=(todo,)) for _ in range(min(count, len(all_of)) - 1)]
     started: list[Thread] = []
     try:
         with suppress(RuntimeError):  # there are too many threads, or the interpreter ends: then with fewer
             for helper in helpers:
                 helper.start()
                 started.append(helper)
-        drain(chain(small, todo))
+        drain(chain(mine, todo))
         for helper in started:
             helper.join()
     except BaseException as error:  # an interrupt: nobody may go on with the caller's memory after we return
@@ -110,6 +122,3 @@ def run_all(
         for helper in started:
             helper.join()
         raise
-    if failures:
-        raise failures[0]
-    return results

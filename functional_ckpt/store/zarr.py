@@ -126,6 +126,11 @@ class MemoryStore:
             found = self._kv().list().result()
         yield from (key.decode() for key in found)
 
+    def children(self) -> Iterator[str]:
+        """Yield the names of the objects without a slash, and of each other one what stands before it, with it."""
+        found = (name.partition("/") for name in self.names())
+        yield from dict.fromkeys(head + slash for head, slash, _ in found)
+
     def pinned(self) -> "MemoryStore":
         """Return the store itself: its root has no other name."""
         return self

@@ -3,6 +3,7 @@
 import time
 from unittest.mock import patch
 
+import attrs
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from tests.mp import launch
 pytestmark = pytest.mark.mp
 
 SOON = fc.SavePolicy(timeout_s=20)
+QUEUED = attrs.evolve(SOON, in_flight="queue")
 
 
 def state_at(step):
@@ -178,9 +180,9 @@ def test_a_rank_that_cannot_stage_fails_all_at_once(four, tmp_path):
 
 def failing_then_whole(path):
     """The save queued behind one that failed is none the worse for it."""
-    first = fc.async_save({"w": np.ones(3)}, path, policy=SOON)
-    second = fc.async_save({"w": np.ones(3)}, path, policy=SOON)
-    third = fc.async_save({"w": np.full(3, 2.0)}, path.with_name("b"), policy=SOON)
+    first = fc.async_save({"w": np.ones(3)}, path, policy=QUEUED)
+    second = fc.async_save({"w": np.ones(3)}, path, policy=QUEUED)
+    third = fc.async_save({"w": np.full(3, 2.0)}, path.with_name("b"), policy=QUEUED)
     first.result(20)
     with pytest.raises(fc.errors.AlreadyExistsError):
         second.result(20)

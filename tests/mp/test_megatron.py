@@ -7,10 +7,8 @@ processes, which the pool's daemons may not.
 
 import json
 import os
-import runpy
 import time
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
+from tests import pages  # noqa: E402
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
     pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
@@ -26,7 +26,6 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.mp
 
-SNIPPET = Path(__file__).resolve().parents[2] / "docs" / "snippets" / "megatron_newer.py"
 
 IS_NEWER = not megatron.core.__version__.startswith("0.16")
 until_016 = pytest.mark.skipif(IS_NEWER, reason="later versions have neither a registry nor a way to pass a strategy")
@@ -229,7 +228,7 @@ def wrapped(rank, path):
 
     from functional_ckpt.torch.megatron.plugin import ZarrLoadStrategy
 
-    shown = SimpleNamespace(**runpy.run_path(str(SNIPPET)))
+    shown = SimpleNamespace(**pages.shown("megatron.md", "megatron_newer.py"))
     places = {name: path / name for name in ("now", "later")}
     for place in places.values():
         place.mkdir(exist_ok=True)

@@ -4,9 +4,7 @@ What was saved and loaded is also compared, bit for bit, with the buffers that M
 and loaded is what the documentation shows.
 """
 
-import runpy
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,13 +15,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
     pytest.importorskip("megatron.core.models.gpt", reason="megatron-core is not installed")
 
+from tests import pages  # noqa: E402
 from tests.mp.cpu_as_cuda import pretend  # noqa: E402
 from tests.mp.megatron_training import gpt, train  # noqa: E402
 from tests.mp.test_megatron import run  # noqa: E402, F401 - a fixture
 
 pytestmark = pytest.mark.mp
 
-SNIPPET = Path(__file__).resolve().parents[2] / "docs" / "snippets" / "distributed_optimizer.py"
 # Other layouts add up in another order: losses may differ by a few roundings.
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2e-4}
 LAYOUTS = {"tp1-dp4": (1, 1), "pp2-dp2": (1, 2), "tp2-pp2-dp1": (2, 2), "tp2-dp2": (2, 1)}
@@ -63,7 +61,7 @@ def save_gathered(ddp, optimizer, path):
 def trained(rank, path):
     warnings.simplefilter("ignore")
     pretend()
-    shown = SimpleNamespace(**runpy.run_path(str(SNIPPET)))
+    shown = SimpleNamespace(**pages.shown("megatron.md", "distributed_optimizer.py"))
     for dtype, tolerance in DTYPES.items():
         train_on_under_every_layout(shown, path / str(dtype), dtype, tolerance)
 

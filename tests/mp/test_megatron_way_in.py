@@ -1,10 +1,8 @@
 """The first lines of the page for Megatron's users, in an unmodified megatron-core 0.16: how our format gets in."""
 
 import os
-import runpy
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,15 +13,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not there
     pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
 
+from tests import pages  # noqa: E402
 from tests.mp.test_megatron import check, run, state, until_016  # noqa: E402, F401 - a fixture
 
 pytestmark = [pytest.mark.mp, until_016]
 
-SNIPPETS = Path(__file__).resolve().parents[2] / "docs" / "snippets"
-
 
 def shown(name="megatron_016.py"):
-    return SimpleNamespace(**runpy.run_path(str(SNIPPETS / name)))
+    return SimpleNamespace(**pages.shown("megatron.md", name))
 
 
 def saves(rank, path):

@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-import runpy
 import signal
-from pathlib import Path
 
+from tests import pages
 from tests.effects import EFFECTS, watched
 from tests.mp.launch import Ranks, rank
 
 #: DCP's own storage shows that a test asks nothing of ours that a program does not.
 STORAGES = ("stock", "ours")
-SNIPPETS = Path(__file__).resolve().parents[2] / "docs" / "snippets"
 #: Programs are slow to import.
 LIMIT_S = 240
 
@@ -115,9 +113,9 @@ def accelerate_on_cpu():
 
 
 def shown(name, folder, **given):
-    """Run a snippet of docs/programs.md in a folder, with what it takes for granted; return its names.
+    """Run a program of docs/programs.md in a folder, with what it takes for granted; return its names.
 
     It installs our storage for good, so its ranks are for it alone.
     """
     os.chdir(folder)
-    return runpy.run_path(str(SNIPPETS / name), given)
+    return pages.shown("programs.md", name, **given)

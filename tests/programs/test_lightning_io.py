@@ -1,15 +1,12 @@
 """The CheckpointIO of docs/programs.md within Lightning's Trainer, on one device and where ranks hold copies."""
 
-import runpy
-
 import pytest
 
-from tests.programs.setting import LIMIT_S, SNIPPETS, as_torchrun, pool
+from tests import pages
+from tests.programs.setting import LIMIT_S, as_torchrun, pool
 from tests.programs.test_lightning import batches, names, net
 
 pytestmark = pytest.mark.mp
-
-SNIPPET = SNIPPETS / "program_checkpoint_io.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +23,7 @@ def fit(kind, folder, size, to_step, resume=None, weights_only=None):
     from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
     as_torchrun(size)
-    ours = runpy.run_path(str(SNIPPET))["ZarrCheckpointIO"]
+    ours = pages.shown("programs.md", "program_checkpoint_io.py")["ZarrCheckpointIO"]
     plugin = {"torch": TorchCheckpointIO, "ours": ours, "async": lambda: AsyncCheckpointIO(ours())}[kind]()
     keeper = ModelCheckpoint(folder, "{step}", monitor="loss", save_last=True, save_top_k=2)
     trainer = lightning.Trainer(
@@ -64,10 +61,10 @@ def test_what_lightning_saves_comes_back_as_it_was(one, tmp_path, same):
 
 
 def through_ours(path):
-    """Return what Lightning saved, and the same saved and loaded by the snippet."""
+    """Return what Lightning saved, and the same saved and loaded by the program of the page."""
     from lightning.pytorch.plugins import TorchCheckpointIO
 
     given = TorchCheckpointIO().load_checkpoint(path)
-    ours = runpy.run_path(str(SNIPPET))["ZarrCheckpointIO"]()
+    ours = pages.shown("programs.md", "program_checkpoint_io.py")["ZarrCheckpointIO"]()
     ours.save_checkpoint(given, path.with_suffix(".ours"))
     return given, ours.load_checkpoint(path.with_suffix(".ours"))

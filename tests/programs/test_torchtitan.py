@@ -5,14 +5,14 @@ With STOCK=1 it is DCP's own storage: what fails then is torchtitan's, DCP's or 
 
 import contextlib
 import os
-import runpy
 
 import pytest
 import torch.distributed as dist
 
 import functional_ckpt as fc
+from tests import pages
 from tests.mp import launch
-from tests.programs.setting import SNIPPETS, pool
+from tests.programs.setting import pool
 from tests.programs.titan import MODES, Job, die, hold, listed, same, wait_for
 
 pytestmark = pytest.mark.mp
@@ -22,7 +22,7 @@ STOCK = bool(os.environ.get("STOCK"))
 
 def storage():
     """DCP saves to our storage inside: by the lines that the documentation shows."""
-    return contextlib.nullcontext() if STOCK else runpy.run_path(str(SNIPPETS / "program_torchtitan.py"))["installed"]
+    return contextlib.nullcontext() if STOCK else pages.shown("programs.md", "program_torchtitan.py")["installed"]
 
 
 def check(path, *names):

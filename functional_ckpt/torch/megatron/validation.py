@@ -17,7 +17,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.plan.check import check_conflicts
-from functional_ckpt.plan.save import check_mains
+from functional_ckpt.plan.save import check_main_replicas
 from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.store.encoding import digest
@@ -216,7 +216,7 @@ def _held(sharded_part: ShardedStateDict, rank: int) -> tuple[ShardTable, list[_
 
 def _problems(held: Sequence[tuple[ShardTable, list[_Cell]]]) -> list[ProblemError]:
     table, conflicts = ShardTable.join([table for table, _ in held])
-    found = [*map(asserted, check_conflicts(conflicts)), *check_mains(table)]
+    found = [*map(asserted, check_conflicts(conflicts)), *check_main_replicas(table)]
     grids: dict[str, list[tuple[int, _Cell]]] = {}
     for rank, (_, cells) in enumerate(held):
         for cell in cells:

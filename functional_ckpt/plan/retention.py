@@ -1,0 +1,271 @@
+"""Steps of a run as values, and which of them stay: `KeepLast`, `KeepEvery`, `KeepBest`, joined by ``|``."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+
+import attrs
+
+from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.field import as_int, one_of, refuse, shown, whole
+
+__all__ = [
+    "STEP",
+    "Keep",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "StepInfo",
+    "best_of",
+    "doomed",
+    "metrics_of",
+    "step_attributes",
+]
+
+#: The attribute of a checkpoint's root that says which step it is.
+STEP = "functional_ckpt_step"
+
+Mode: TypeAlias = Literal["min", "max"]
+
+
+def _pairs(metrics: Mapping[str, float] | Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    return tuple(metrics.items()) if isinstance(metrics, Mapping) else tuple(metrics)
+
+
+def _text(attributes: Mapping[str, Any] | str) -> str:
+    return attributes if isinstance(attributes, str) else json.dumps(dict(attributes))
+
+
+@attrs.frozen
+class StepInfo:
+    """A committed step: `time` in seconds since 1970, `nbytes` of its elements; None where the checkpoint says nothing.
+
+    Examples
+    --------
+    >>> info = StepInfo(10, "run/step-00000010", metrics={"loss": 0.5}, attributes={"git": "1f2e"})
+    >>> info.metrics, info.attributes, info.pinned
+    ({'loss': 0.5}, {'git': '1f2e'}, False)
+    """
+
+    step: int
+    path: str
+    time: float | None = None
+    nbytes: int | None = None
+    # As text and pairs, so that the value can be hashed.
+    _metrics: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=_pairs)
+    _attributes: str = attrs.field(default="{}", converter=_text)
+    pinned: bool = False
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics that were saved with the step, by name."""
+        return dict(self._metrics)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that were passed to the save."""
+        found: dict[str, Any] = json.loads(self._attributes)
+        return found
+
+
+@runtime_checkable
+class Keep(Protocol):
+    """A rule of retention: which of these steps, ascending, it keeps. The latest stays whatever a rule says.
+
+    What is kept must not depend on steps that are not, so that a removal which was cut short can be done again.
+    """
+
+    def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
+        """Return the numbers of the steps to keep."""
+
+
+@attrs.frozen
+class KeepAny:
+    """Keeps what any of `rules` keeps.
+
+    Examples
+    --------
+    >>> steps = [StepInfo(step, "") for step in (10, 20, 30, 40)]
+    >>> sorted((KeepLast(1) | KeepEvery(20)).kept(steps))
+    [20, 40]
+    """
+
+    rules: tuple[Keep, ...]
+
+    def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
+        """Return the numbers of the steps to keep."""
+        return frozenset().union(*(rule.kept(steps) for rule in self.rules))
+
+    def __or__(self, other: Keep) -> "KeepAny":
+        """Return a rule that keeps what either keeps."""
+        return _either(self, other)
+
+
+def _either(one: Keep, other: Keep) -> KeepAny:
+    if not isinstance(other, Keep):
+        raise refuse(one, "other rule", "KeepLast, KeepEvery, KeepBest or another Keep", other)
+    rules = [rule.rules if isinstance(rule, KeepAny) else (rule,) for rule in (one, other)]
+    return KeepAny((*rules[0], *rules[1]))
+
+
+@attrs.frozen
+class KeepLast:
+    """Keeps the last `n` steps.
+
+    Examples
+    --------
+    >>> doomed([StepInfo(step, "") for step in (10, 20, 30)], KeepLast(2))
+    (10,)
+    """
+
+    n: int = attrs.field(converter=as_int, validator=whole(1))
+
+    def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
+        """Return the numbers of the last `n`."""
+        return frozenset(sorted(info.step for info in steps)[-self.n :])
+
+    def __or__(self, other: Keep) -> KeepAny:
+        """Return a rule that keeps what either keeps."""
+        return _either(self, other)
+
+
+@attrs.frozen
+class KeepEvery:
+    """Keeps one step of every `n_steps`: each multiple; where that was not saved, the last one before it.
+
+    Examples
+    --------
+    >>> doomed([StepInfo(step, "") for step in (50, 100, 150, 190, 250)], KeepEvery(100))
+    (50, 150)
+    """
+
+    n_steps: int = attrs.field(converter=as_int, validator=whole(1))
+
+    def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
+        """Return the number of the last step of each stretch that ends at a multiple."""
+        last: dict[int, int] = {}
+        for info in steps:
+            stretch = -(-info.step // self.n_steps)
+            last[stretch] = max(info.step, last.get(stretch, info.step))
+        return frozenset(last.values())
+
+    def __or__(self, other: Keep) -> KeepAny:
+        """Return a rule that keeps what either keeps."""
+        return _either(self, other)
+
+
+@attrs.frozen
+class KeepBest:
+    """Keeps the `n` steps with the lowest (``"min"``) or highest (``"max"``) `metric`; of equal ones the later.
+
+    Steps without the metric, or where it is not a number (NaN), are not among the best.
+
+    Examples
+    --------
+    >>> steps = [StepInfo(10, "", metrics={"loss": 0.1}), StepInfo(20, "", metrics={"loss": 0.3}), StepInfo(30, "")]
+    >>> doomed(steps, KeepBest("loss"))
+    (20,)
+    """
+
+    metric: str = attrs.field()
+    n: int = attrs.field(default=1, converter=as_int, validator=whole(1))
+    mode: Mode = attrs.field(default="min", validator=one_of(*get_args(Mode)))
+
+    @metric.validator
+    def _check_metric(self, field: Any, value: Any) -> None:
+        if not isinstance(value, str):
+            raise refuse(self, field.name, "the name of a metric", value)
+
+    def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
+        """Return the numbers of the best."""
+        sign = -1.0 if self.mode == "max" else 1.0
+        found = [(sign * value, -info.step) for info in steps if not math.isnan(value := _value(info, self.metric))]
+        return frozenset(-step for _, step in sorted(found)[: self.n])
+
+    def __or__(self, other: Keep) -> KeepAny:
+        """Return a rule that keeps what either keeps."""
+        return _either(self, other)
+
+
+def _value(info: StepInfo, metric: str) -> float:
+    return info.metrics.get(metric, math.nan)
+
+
+def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
+    """Return which of these committed steps go, in the order in which they are removed: ascending.
+
+    The latest step stays, pinned ones do, and what `keep` keeps; None keeps everything.
+
+    Examples
+    --------
+    >>> steps = [StepInfo(1, "", pinned=True), StepInfo(2, ""), StepInfo(3, ""), StepInfo(4, "")]
+    >>> doomed(steps, KeepLast(1))
+    (2, 3)
+    """
+    if keep is None or not steps:
+        return ()
+    ordered = sorted(steps, key=lambda info: info.step)
+    stays = {*keep.kept(ordered), ordered[-1].step, *(info.step for info in ordered if info.pinned)}
+    return tuple(info.step for info in ordered if info.step not in stays)
+
+
+def best_of(steps: Sequence[StepInfo], metric: str, mode: Mode = "min") -> int | None:
+    """Return the step with the lowest or highest `metric`; None if no step has it.
+
+    Examples
+    --------
+    >>> best_of([StepInfo(1, "", metrics={"loss": 0.2}), StepInfo(2, "", metrics={"loss": 0.4})], "loss")
+    1
+    """
+    return next(iter(KeepBest(metric, 1, mode).kept(steps)), None)
+
+
+def step_attributes(step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the attribute that says which step a checkpoint is; numbers that JSON lacks are text there.
+
+    Raises
+    ------
+    PolicyError
+        For metrics that are not numbers by name.
+
+    Examples
+    --------
+    >>> step_attributes(3, {"loss": float("inf")})
+    {'functional_ckpt_step': {'step': 3, 'metrics': {'loss': 'inf'}}}
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise refuse("save", "metrics", "a dict of numbers by name", metrics)
+    found = {name: _number(name, value) for name, value in (metrics or {}).items()}
+    return {STEP: {"step": step, "metrics": {n: v if math.isfinite(v) else repr(v) for n, v in found.items()}}}
+
+
+def _number(name: object, value: Any) -> float:
+    try:
+        number = None if isinstance(value, str | bytes) else float(value)  # also of a tensor, or a numpy scalar
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = None
+    if number is None or not isinstance(name, str):
+        raise PolicyError("a metric is a number with a name", expected="a name and a number",
+                          found=f"{shown(name)}: {shown(value)}", remedy="Pass other facts as attributes")  # fmt: skip
+    return number
+
+
+def metrics_of(attributes: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that the attributes of a checkpoint's root tell; none if it was not saved as a step.
+
+    Examples
+    --------
+    >>> metrics_of(step_attributes(3, {"loss": 2, "grad": float("inf")})), metrics_of({"functional_ckpt_step": 3})
+    ({'loss': 2.0, 'grad': inf}, {})
+    """
+    ours = attributes.get(STEP)
+    metrics = ours.get("metrics") if isinstance(ours, Mapping) else None
+    found: dict[str, float] = {}
+    for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue  # another hand wrote it: no metric of ours
+    return found

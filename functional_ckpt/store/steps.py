@@ -1,0 +1,202 @@
+"""The directory of a run's checkpoints: each step under a name of its own, and small files that pin some of them.
+
+A step is a committed checkpoint named ``step-00000010``: its root is there, and its attributes tell the metrics that
+were saved with it. Nothing else in the directory is looked at, or touched.
+"""
+
+import json
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, StorageError
+from functional_ckpt.plan.manifest import FORMAT
+from functional_ckpt.plan.retention import STEP, StepInfo, metrics_of
+from functional_ckpt.store.base import Store, storage_errors
+from functional_ckpt.store.commit import PROVENANCE, ROOT
+from functional_ckpt.store.directories import remove_tree, sync_directory
+from functional_ckpt.store.opening import directory_of, open_store
+from functional_ckpt.store.reading import root_attributes
+from functional_ckpt.store.target import foreign_in
+from functional_ckpt.store.temporary import new_save_id, working_name
+
+__all__ = ["find_steps", "pin_step", "read_step", "remove_step", "step_path", "unpin_step"]
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+_PIN = ".pin"
+_PIN_TEXT = b"While this file is here, functional_ckpt does not remove the step that it names.\n"
+
+
+def step_path(root: str | os.PathLike[str], step: int) -> str:
+    """Return the path or URL of a step below `root`.
+
+    Examples
+    --------
+    >>> step_path("runs/a", 10), step_path("memory://a/", 10)
+    ('runs/a/step-00000010', 'memory://a/step-00000010')
+    """
+    return f"{os.fspath(root).rstrip('/')}/{_name(step)}"
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step that is named so; None for any other name, also one that we would write otherwise."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match is not None and _name(int(match[1])) == name else None
+
+
+def find_steps(root: str | os.PathLike[str]) -> dict[int, bool]:
+    """Return the committed steps below `root`, ascending, and of each whether it is pinned.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> for step in (20, 10):
+    ...     _ = functional_ckpt.save({"step": step}, step_path("memory://find-example", step))
+    >>> pin_step("memory://find-example", 10)
+    >>> find_steps("memory://find-example")
+    {10: True, 20: False}
+    """
+    store = open_store(root)
+    names = set(store.children())
+    found = sorted(step for name in names if name[-1:] == "/" and (step := _step_of(name[:-1])) is not None)
+    return {step: _name(step) + _PIN in names for step in found if _is_committed(store, step)}
+
+
+def _is_committed(store: Store, step: int) -> bool:
+    # Where a directory takes its name when it is finished that would be enough, but for one that somebody has copied.
+    return store.nbytes_of(f"{_name(step)}/{ROOT}") is not None
+
+
+def _is_pinned(store: Store, step: int) -> bool:
+    return store.nbytes_of(_name(step) + _PIN) is not None
+
+
+def read_step(root: str | os.PathLike[str], step: int) -> StepInfo:
+    """Return what is known of a step, from its root and provenance.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such step.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> _ = functional_ckpt.save({"step": 3}, step_path("memory://read-example", 3), attributes={"git": "1f2e"})
+    >>> info = read_step("memory://read-example", 3)
+    >>> info.step, info.nbytes, info.metrics, info.attributes, info.pinned
+    (3, 0, {}, {'git': '1f2e'}, False)
+    """
+    path = step_path(root, step)
+    store = open_store(path).pinned()
+    try:
+        attributes = root_attributes(store, store.read(ROOT))
+        time, nbytes = _provenance(store)
+    finally:
+        store.unpin()
+    others = {name: value for name, value in attributes.items() if name not in (FORMAT, STEP)}
+    return StepInfo(step, path, time, nbytes, metrics_of(attributes), others, _is_pinned(open_store(root), step))
+
+
+def _provenance(store: Store) -> tuple[float | None, int | None]:
+    """Return when the checkpoint was finished and the bytes of its elements, as far as it says so."""
+    try:
+        found: Any = json.loads(store.read(PROVENANCE) or b"")
+        return float(found["finished"]), sum(int(rank["nbytes"]) for rank in found["ranks"])
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return None, None
+
+
+def pin_step(root: str | os.PathLike[str], step: int) -> None:
+    """Keep a step from being removed, until it is unpinned.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such step; also if it was just being removed.
+    """
+    store = open_store(root)
+    if not _is_committed(store, step):
+        raise _missing(root, step)
+    with suppress(AlreadyExistsError):  # pinned already; what the file holds does not count
+        store.create(_name(step) + _PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
+    # Looked at again: who removes the step looks for a pin when it has lost its name.
+    if not _is_committed(store, step):
+        unpin_step(root, step)
+        raise _missing(root, step)
+
+
+def unpin_step(root: str | os.PathLike[str], step: int) -> None:
+    """Let a step be removed again; nothing happens if it is not pinned."""
+    open_store(root).delete([_name(step) + _PIN])
+
+
+def remove_step(root: str | os.PathLike[str], step: int) -> None:
+    """Remove a step: at once from its name, then its files; what a kill leaves of these `sweep` removes.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is no such step.
+    StorageError
+        If it is pinned, holds files of others or is a link: then it stays as it is.
+
+    Examples
+    --------
+    >>> import tempfile, functional_ckpt
+    >>> root = tempfile.mkdtemp()
+    >>> _ = functional_ckpt.save({"step": 3}, step_path(root, 3))
+    >>> remove_step(root, 3)
+    >>> find_steps(root)
+    {}
+    """
+    store = open_store(root)
+    if not _is_committed(store, step):
+        raise _missing(root, step)
+    if _is_pinned(store, step):
+        raise _pinned(root, step)
+    directory = directory_of(root)
+    if directory is None or not store.capabilities.rename:
+        _remove_objects(open_store(step_path(root, step)))
+        return
+    final = directory / _name(step)
+    with storage_errors("removing a step", str(final)):
+        _check_ours(final)
+        work = directory / working_name(final.name, new_save_id())
+        os.rename(final, work)
+        if _is_pinned(store, step):  # meanwhile: the pin counts
+            os.rename(work, final)
+            raise _pinned(root, step)
+        sync_directory(directory)  # before any file goes: after a power cut it is whole, or has not its name
+        remove_tree(work)
+
+
+def _remove_objects(store: Store) -> None:
+    """Remove the objects of a checkpoint; the root first, so that what a kill leaves is none."""
+    store.delete([ROOT])
+    store.delete(sorted(store.names()))
+
+
+def _check_ours(final: Path) -> None:
+    foreign = ["a symbolic link"] if final.is_symlink() else foreign_in(final)
+    if foreign:
+        raise StorageError(
+            "a step is not removed: it holds what is not part of a checkpoint of functional_ckpt", path=str(final),
+            found=", ".join(foreign[:5]), remedy="Move that away, or remove the directory yourself",
+        )  # fmt: skip
+
+
+def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
+    there = [*find_steps(root)]
+    found = f"{len(there)} others, from {there[0]} to {there[-1]}" if there else "none"
+    return NotACheckpointError("there is no such step", path=step_path(root, step), found=found)
+
+
+def _pinned(root: str | os.PathLike[str], step: int) -> StorageError:
+    return StorageError("a step is not removed: it is pinned", path=step_path(root, step), remedy="Unpin it first")
