@@ -178,7 +178,7 @@ def test_classes_stand_in_for_those_of_dcp(path):
 def test_a_url_without_a_store_of_ours_is_left_to_dcp():
     with install():
         assert not dcp.FileSystemWriter.validate_checkpoint_id("hdfs://bucket/a")
-        with pytest.raises(BaseException, match=r"hdfs|storage_writer"):
+        with pytest.raises(BaseException, match=r"hdfs|pyarrow|storage_writer"):
             dcp.save(state(1.0), checkpoint_id="hdfs://bucket/a")
 
 

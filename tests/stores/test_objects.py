@@ -27,6 +27,7 @@ from functional_ckpt.store.base import UNSIZED
 from functional_ckpt.store.lease import Lease
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
+from tests.pages import shown
 from tests.stores.small import SmallServer
 
 CHUNKED = LayoutPolicy(target_chunk_nbytes=2**14, min_chunk_nbytes=2**10)
@@ -156,6 +157,14 @@ def test_a_chunk_that_is_missing_or_short_is_named(server, url):
     with pytest.raises(StorageError, match=r"too short: .*key 'w'.*c\.1\.0"):
         load(state(0), url)
     assert not verify(url).ok
+
+
+def test_the_program_of_the_page_runs(server, monkeypatch):
+    if not server.heeds_conditions:
+        pytest.skip("it says nothing of a server that ignores conditions")
+    names = shown("object-stores.md", "to_a_bucket.py")
+    assert functional_ckpt.verify("s3://ckpt/run-7/step-100").ok
+    assert names["state"]["step"] == 100
 
 
 # What one save does to another
