@@ -33,7 +33,8 @@ _LONGEST_DELAY_S = 8.0
 
 # What a part of TensorStore's text means, and what to do about it; the first that is found counts.
 _MEANINGS = (
-    (r"NoSuchBucket|Invalid S3 bucket name|Bucket .* (not found|does not exist)", "Check the bucket's name, the region and the endpoint"),
+    (r"NoSuchBucket|Invalid S3 bucket name|Bucket .* (not found|does not exist)",
+     "Check the bucket's name, the region and the endpoint"),
     (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
     (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
      "Check the credentials and the clock of this machine"),

@@ -2,7 +2,8 @@
 
 Faults, by name: ``503`` (SlowDown, not forwarded), ``500``, ``403``, ``expired`` (403 of an expired token),
 ``nobucket`` (404), ``reset`` (the connection is cut before the server sees the request), ``lost`` (cut after the server
-has done it, before it is told), ``torn`` (cut in the middle of the answer), ``hang`` (never answered).
+has done it, before it is told), ``torn`` (cut in the middle of the answer), ``hang`` (never answered),
+``late:S`` (forwarded after S seconds, whether the client still waits or not).
 """
 
 import contextlib
@@ -92,6 +93,8 @@ class Proxy:
                     if fault == "hang":
                         self._closing.wait()
                         return None
+                    if fault is not None and fault.startswith("late:"):
+                        time.sleep(float(fault[5:]))
                     if fault == "reset":
                         return _cut(client)
                     if fault in _ANSWERS:

@@ -142,6 +142,17 @@ def test_a_server_that_never_answers_is_given_up(server, url):
     assert outcome(server, url) is None
 
 
+def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
+    """Who gives up waiting cannot know whether the request still arrives: nothing is removed, and the error says so."""
+    server.proxy.reset(
+        lambda request: "late:2" if request.method == "PUT" and request.path.endswith("1/zarr.json") else None
+    )
+    with pytest.raises(OutcomeUnknownError, match="not known whether"):
+        save(state(2), url, policy=SavePolicy(store=server.access(timeout_s=0.7), layout=_CHUNKED))
+    time.sleep(3)
+    assert outcome(server, url) == 2
+
+
 def test_expired_credentials_and_a_missing_bucket_are_named(server, url):
     for fault, word in (("expired", "Renew the credentials"), ("nobucket", "bucket"), ("503", "in_flight")):
         server.proxy.reset(lambda _, fault=fault: fault)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.base import UNSIZED
-from functional_ckpt.store.lease import Lease
+from functional_ckpt.store.lease import Lease, _process
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
 from tests.pages import shown
@@ -292,6 +293,66 @@ def test_what_a_dead_saver_of_another_machine_left_is_swept_when_its_lease_is_ov
     assert f"{url}/manifest.json" in left
     assert not any("/w/" in name for name in left)  # something of others is there
     assert "w/notes.txt" in names(url, server.access())
+
+
+def _left_by_a_dead_process(url, server, **more):
+    """Turn a checkpoint into what a saver of this machine leaves that was killed right before its root; return it."""
+    save(state(), url, policy=server.saving())
+    store = open_store(url, access=server.access())
+    root = store.read("zarr.json")
+    store.delete(["zarr.json"])
+    nodes = [*{name.partition("/")[0] for name in store.names() if "/" in name}, "manifest.json"]
+    claim = {"save_id": "a" * 16, "lease_s": 0.5, "nodes": nodes, **_process(), "began": "0", **more}
+    store.publish(f".{'a' * 16}.claim", json.dumps(claim).encode())
+    return root
+
+
+def test_a_process_that_has_ended_is_known_at_once(server, url):
+    _left_by_a_dead_process(url, server, lease_s=60)
+    began = time.monotonic()
+    assert f"{url}/manifest.json" in sweep(url, store=server.access())
+    assert time.monotonic() - began < 50  # of the 60 of its lease
+    assert not [name for name in names(url, server.access()) if "claim" in name]
+
+
+def test_a_root_that_was_on_its_way_is_waited_for(server, url):
+    """The request of a process that was killed may come after it: a claim says so, and its lease is waited for."""
+    root = _left_by_a_dead_process(url, server, publishing=True)
+    late = threading.Timer(0.2, lambda: open_store(url, access=server.access()).publish("zarr.json", root))
+    late.start()
+    assert not [name for name in sweep(url, store=server.access()) if "claim" not in name]
+    late.join()
+    assert verify(url, store=server.access()).ok
+
+
+def test_a_sweep_that_fails_half_way_can_be_repeated(server, url):
+    """The claim goes last: without it nobody could tell what is left."""
+    _left_by_a_dead_process(url, server)
+    server.proxy.reset(lambda r: "403" if r.method == "DELETE" and r.path.endswith("/manifest.json") else None)
+    with pytest.raises(StorageError):
+        sweep(url, store=server.access())
+    server.proxy.reset()
+    sweep(url, store=server.access())
+    save(state(4), url, policy=server.saving())
+    assert verify(url, store=server.access()).ok
+
+
+def test_a_rank_whose_save_was_given_up_writes_nothing_more(server, url):
+    store = open_store(url, guard=f".{'a' * 16}.claim", access=server.access())
+    with pytest.raises(StorageError, match="given up"):
+        store.create("w/c.0", [memoryview(b"x")], 1)
+    assert names(url, server.access()) == []
+
+
+def test_an_object_is_never_replaced(server, url):
+    if not server.heeds_conditions:
+        pytest.skip("a server that writes over it")
+    store = open_store(url, access=server.access())
+    store.create("w/c.0", [memoryview(b"x")], 2)
+    store.create("w/c.0", [memoryview(b"x\0")], 2)  # the same bytes: as when our own request is repeated
+    with pytest.raises(AlreadyExistsError):
+        store.create("w/c.0", [memoryview(b"y")], 2)
+    assert store.read("w/c.0") == b"x\0"
 
 
 def test_a_rank_that_saves_to_another_place_is_told(server, url):
