@@ -11,7 +11,7 @@ Examples
 """
 
 import importlib
-import threading  # noqa: F401 - imported for the first time at exit, it does not know that no thread is waited for
+import threading  # noqa: F401 - if it is first imported at exit, the interpreter does not wait for threads
 from typing import TYPE_CHECKING, Any
 
 from functional_ckpt.lazy import getattr_of
@@ -19,8 +19,10 @@ from functional_ckpt.lazy import getattr_of
 if TYPE_CHECKING:
     from functional_ckpt import errors
     from functional_ckpt.api import async_save, diff, load, save
+    from functional_ckpt.manager import Checkpoints
     from functional_ckpt.plan.layout import LayoutPolicy
     from functional_ckpt.plan.manifest import Manifest
+    from functional_ckpt.plan.retention import KeepBest, KeepEvery, KeepLast, StepInfo
     from functional_ckpt.run.checkpoint import Checkpoint, StoredArray, open_checkpoint
     from functional_ckpt.run.leaves import LocalShards, PerRank
     from functional_ckpt.run.pending import PendingSave
@@ -46,8 +48,13 @@ _MODULES = {
     "LocalShards": "run.leaves",
     "PerRank": "run.leaves",
     "PendingSave": "run.pending",
+    "Checkpoints": "manager",
     "LayoutPolicy": "plan.layout",
     "Manifest": "plan.manifest",
+    "KeepBest": "plan.retention",
+    "KeepEvery": "plan.retention",
+    "KeepLast": "plan.retention",
+    "StepInfo": "plan.retention",
     "LoadPolicy": "run.policy",
     "SavePolicy": "run.policy",
     "Strict": "run.policy",
@@ -69,7 +76,11 @@ __all__ = [
     "ArraySpec",
     "Box",
     "Checkpoint",
+    "Checkpoints",
     "Fragment",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
     "LayoutPolicy",
     "LoadPolicy",
     "LocalShards",
@@ -80,6 +91,7 @@ __all__ = [
     "Progress",
     "SavePolicy",
     "ShardSpec",
+    "StepInfo",
     "StorePolicy",
     "StoredArray",
     "Strict",

@@ -1,4 +1,4 @@
-"""The front door: `save`, `async_save`, `load`, `diff`. Values in, values out; the work is done behind it."""
+"""The public functions `save`, `async_save`, `load` and `diff`."""
 
 import importlib
 import os
@@ -18,8 +18,10 @@ from functional_ckpt.run.planning import PlanMemory
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
 from functional_ckpt.run.progress import Progress, Tracker
 from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, stage, write
+from functional_ckpt.run.timed import timed
+from functional_ckpt.store.display import displayed
 
-__all__ = ["async_save", "diff", "load", "save"]
+__all__ = ["async_save", "diff", "gather_of", "load", "named", "save"]
 
 _PLANS = PlanMemory()
 
@@ -43,14 +45,16 @@ def save(
         What this rank holds. DTensors are sharded; plain tensors and values under one key on several ranks are
         copies; `PerRank` marks values that differ by rank. Keys are paths joined by dots.
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint. The same on all ranks.
+    policy
+        How to save: layout, durability, memory, what to do with objects; see `SavePolicy`.
     process_group
         Ranks that save together: a torch process group, any `Gather`, or None for the default group if
         ``torch.distributed`` is initialised, else this process alone.
     overwrite
         Replace the checkpoint at `path`, atomically.
     base
-        Announced: an earlier checkpoint whose unchanged chunks are referenced rather than written.
+        Not implemented yet: an earlier checkpoint whose unchanged chunks are referenced rather than written.
     attributes
         JSON values for the Zarr root, readable by every Zarr tool.
     progress
@@ -74,9 +78,11 @@ def save(
         check_save("save", state, path, policy, overwrite, attributes, progress)
 
     wait_for_all()
-    gather = _gather(process_group, policy, "save", f"save of {named(path)}")
-    with turn_of(gather):
-        return write(_prepared(state, path, policy, gather, overwrite, attributes, check), Tracker(progress))
+    tracker = Tracker(progress)
+    gather = timed(gather_of(process_group, policy, "save", f"save of {named(path)}"), tracker)
+    shown = displayed(f"saving {named(path)}", tracker.count, gather.rank == 0, progress is None)
+    with shown, turn_of(gather):
+        return write(_prepared(state, path, policy, gather, overwrite, attributes, check), tracker)
 
 
 def async_save(
@@ -92,8 +98,18 @@ def async_save(
 ) -> PendingSave:
     """Save in the background; returns when the state may be changed again, that is when it is copied to the host.
 
-    Arguments as for `save`. Saves of one process run one after the other; while one runs the next waits here, so that
-    no more than one copy is held, unless `SavePolicy.in_flight` says otherwise.
+    Saves of one process run one after the other. While one runs, the next waits here, so that no more than one copy is
+    held, unless `SavePolicy.in_flight` says otherwise.
+
+    Parameters
+    ----------
+    state, path, policy, process_group, overwrite, base, attributes, progress
+        As for `save`.
+
+    Returns
+    -------
+    PendingSave
+        Its ``result()`` waits for the save and raises its error. The save is published without that call, too.
 
     Raises
     ------
@@ -116,15 +132,16 @@ def async_save(
     if getattr(policy, "in_flight", "wait") == "wait":  # what is no policy is refused once all ranks can hear of it
         wait_for_all()
     what = f"async_save of {named(path)}"
-    gather = _gather(process_group, policy, "async_save", what)
     tracker = Tracker(progress)
+    gather = timed(gather_of(process_group, policy, "async_save", what), tracker)
     with turn_of(gather):
         prepared = _prepared(state, path, policy, gather, overwrite, attributes, check)
         with abandoning(prepared):
             once = prepared.site.save_id
-            background = _gather(process_group, policy, "background", what, once)
+            background = timed(gather_of(process_group, policy, "background", what, once), tracker)
             staged = stage(prepared, background, tracker)
-        return start(lambda: _written(staged, tracker), tracker, lane_of(gather))
+        tracker.time("wait")  # for its turn
+        return start(lambda: _written(staged, tracker, named(path)), tracker, lane_of(gather))
 
 
 def load(
@@ -137,8 +154,28 @@ def load(
 ) -> Any:
     """Load a checkpoint into a tree shaped as `like`, under any layout.
 
-    Leaves that hold memory (tensors, DTensors, numpy arrays) are filled in place and returned; meta tensors and
-    specs are allocated; plain values are replaced by the stored ones.
+    All ranks call it together.
+
+    Parameters
+    ----------
+    like
+        What this rank wants, as a tree of dicts and lists. Leaves that hold memory (tensors, DTensors, numpy arrays,
+        `LocalShards`) are filled in place and returned. Meta tensors and specs are allocated. Plain values are replaced
+        by the stored ones, also where `like` holds None.
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of a committed checkpoint.
+    policy
+        Which keys to load and under which names, whether data types and shapes may change, what is checked, how
+        values per rank are dealt; see `LoadPolicy`.
+    process_group
+        Ranks that load together, as for `save`. They need not be those that saved.
+    progress
+        Called from working threads with a `Progress`.
+
+    Returns
+    -------
+    Any
+        A tree of the same form as `like`. Leaves that `policy` does not select are those of `like`.
 
     Raises
     ------
@@ -152,21 +189,31 @@ def load(
     >>> load({"w": np.zeros(4, int), "step": 0}, "memory://load-example")
     {'w': array([0, 1, 2, 3]), 'step': 3}
     """
-    gather = _gather(process_group, policy, "load", f"load of {named(path)}")
-    with turn_of(gather):
-        return load_tree(like, path, policy, gather, progress)
+    tracker = Tracker(progress)
+    gather = timed(gather_of(process_group, policy, "load", f"load of {named(path)}"), tracker)
+    shown = displayed(f"loading {named(path)}", tracker.count, gather.rank == 0, progress is None)
+    with shown, turn_of(gather):
+        return load_tree(like, path, policy, gather, tracker)
 
 
 def diff(a: str | Path, b: str | Path) -> Any:
-    """Compare two checkpoints (announced).
+    """Compare two checkpoints (not implemented yet).
+
+    Parameters
+    ----------
+    a, b
+        Paths or URLs of two checkpoints.
 
     Raises
     ------
     NotImplementedYet
         Always, in this version.
     """
-    raise NotImplementedYet("diff comes with a later release", found=f"{a}, {b}",
-                            remedy="Compare the digests of read_manifest(a) and read_manifest(b)")  # fmt: skip
+    raise NotImplementedYet(
+        "diff comes with a later release",
+        found=f"{a}, {b}",
+        remedy="Compare the digests of read_manifest(a) and read_manifest(b)",
+    )
 
 
 def _refuse_base(base: object) -> None:
@@ -175,7 +222,7 @@ def _refuse_base(base: object) -> None:
 
 
 def named(path: object) -> str:
-    """Return what a path is called, on whatever mount.
+    """Return the last component of a path, which is equal on ranks with different mount points.
 
     Examples
     --------
@@ -195,9 +242,9 @@ def _prepared(
     attributes: Mapping[str, Any] | None,
     check: Callable[[], None],
 ) -> Prepared:
-    """Agree with all ranks on a save, unless an earlier one has failed that nobody asks for.
+    """Agree with all ranks on a save. Raise instead if an earlier save in the background failed and was not awaited.
 
-    `check` raises for a wrong argument; it runs first, and where one rank's failure is told to all.
+    `check` raises for a wrong argument; it runs first, in the step in which the failure of one rank reaches all.
     """
 
     def describe() -> Captured:
@@ -208,26 +255,39 @@ def _prepared(
     return prepare_captured(describe, path, policy, gather, overwrite, _PLANS)
 
 
-def _written(staged: Prepared, tracker: Tracker) -> Manifest:
-    with turn_of(staged.gather):
+def _written(staged: Prepared, tracker: Tracker, name: str) -> Manifest:
+    # No bar: the program goes on meanwhile, and prints.
+    with displayed(f"saving {name}", tracker.count, staged.gather.rank == 0, bar=False), turn_of(staged.gather):
         return write(staged, tracker)
 
 
-def _gather(
+def gather_of(
     process_group: Any, policy: SavePolicy | LoadPolicy, purpose: str, what: str, once: str | None = None
 ) -> Gather:
+    """Return the group of ranks that makes a call together, see `save`; `what` names the call to ranks in another one.
+
+    Raises
+    ------
+    SpecError
+        For what is no group, or one that this process is not in.
+
+    Examples
+    --------
+    >>> gather_of(None, SavePolicy(), "save", "an example").size
+    1
+    """
     if isinstance(process_group, Gather) and not _is_torch_group(process_group):
         return process_group
     if "torch" not in sys.modules:
         if process_group is not None:
             raise SpecError(
-                "this is no process group",
+                "this is not a process group",
                 found=type(process_group).__name__,
                 remedy="Pass a torch process group, or an object with rank, size, all_gather",
             )
         return LocalGather()
     group = importlib.import_module("functional_ckpt.torch.group.link")
-    # Another rank's policy may be fine: what is no policy is refused once all ranks can hear of it.
+    # An argument that is not a policy is refused later, in a step in which the failure of one rank reaches all.
     timeout_s = getattr(policy, "timeout_s", SavePolicy().timeout_s)
     return cast("Gather", group.torch_gather(process_group, timeout_s, purpose, what, once))
 

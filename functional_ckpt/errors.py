@@ -1,8 +1,7 @@
-"""One hierarchy for everything that can go wrong, with every problem reported at once.
+"""The exceptions of the library. A call reports all of its problems at once.
 
-A problem names what failed, then the key, shape, offset, rank, what was expected and what was
-found, and ends with the remedy. Problems are values first (planning returns them) and exceptions
-second (the edge raises them).
+A problem says what failed, then key, shape, offset, rank, what was expected and what was found,
+and ends with the remedy. Pure code returns problems as values; code with effects raises them.
 """
 
 import sys
@@ -50,13 +49,13 @@ __all__ = [
 ]
 
 
-# What a group of problems says in its text; all of it is in the problems themselves.
+# Limits of the text of a group of problems; the problems themselves are complete.
 _MAX_LINES = 20
 _MAX_LINE = 2000
 
 
 class CheckpointError(Exception):
-    """Base of every error this library raises on purpose.
+    """Base of all errors that this library raises.
 
     Examples
     --------
@@ -66,14 +65,14 @@ class CheckpointError(Exception):
 
 
 class CheckpointWarning(UserWarning):
-    """Something that a policy says to report rather than raise."""
+    """A warning: a difference that a policy allows, or a failure that does not affect the result."""
 
 
 @attrs.define(slots=False)
 class ProblemError(CheckpointError):
     """One problem, with the facts that locate it: `path` of a file or directory, `key`, `chunk` (its file's name)...
 
-    `shape`, `offset` and what is `expected` or `found` are in elements unless they say otherwise; `rank` is one rank or
+    `shape`, `offset`, `expected` and `found` are in elements unless they name another unit; `rank` is one rank or
     several.
 
     Examples
@@ -94,7 +93,7 @@ class ProblemError(CheckpointError):
     chunk: str | None = attrs.field(default=None, kw_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Errors travel between ranks by pickle, which knows positional arguments only.
+        # Ranks send errors to each other by pickle, which passes positional arguments only.
         return type(self), (self.what,), self.__dict__
 
     def __str__(self) -> str:
@@ -129,15 +128,15 @@ class CheckpointErrors(ExceptionGroup[CheckpointError], CheckpointError):  # noq
 
 
 class SpecError(ProblemError, ValueError):
-    """What the ranks say they hold is not one consistent state."""
+    """The states of the ranks are not consistent."""
 
 
 class GapError(SpecError):
-    """A cell of an array is held by nobody."""
+    """No rank holds some cell of an array."""
 
 
 class OverlapError(SpecError):
-    """A cell of an array is written by two different shards."""
+    """Two shards that are not copies of each other hold the same cell of an array."""
 
 
 class ReplicaError(SpecError):
@@ -145,7 +144,7 @@ class ReplicaError(SpecError):
 
 
 class ShapeError(SpecError):
-    """Shapes, offsets or ranks (numbers of dimensions) disagree or are out of bounds."""
+    """Shapes, offsets or numbers of dimensions disagree or are out of bounds."""
 
 
 class DTypeError(SpecError):
@@ -153,7 +152,7 @@ class DTypeError(SpecError):
 
 
 class DuplicateKeyError(SpecError):
-    """Two leaves claim one key, or two keys claim one node name."""
+    """Two leaves have one key, or two keys one node name."""
 
 
 class UnsupportedLeafError(SpecError, TypeError):
@@ -179,15 +178,15 @@ class CastError(ProblemError, TypeError):
 
 
 class PerRankError(ProblemError):
-    """Values that differ by rank cannot be dealt to another number of ranks by themselves."""
+    """`PerRank` values were saved by another number of ranks, and the policy does not say which rank loads which."""
 
 
 class ObjectCodecError(ProblemError):
-    """An object cannot be written, or not read safely, with the codec at hand."""
+    """An object cannot be pickled, or cannot be read without running code."""
 
 
 class StorageError(ProblemError):
-    """The storage below failed (no space, no permission, input/output error)."""
+    """The file system or another store failed (no space, no permission, input/output error)."""
 
 
 class AlreadyExistsError(StorageError):
@@ -211,7 +210,7 @@ class CorruptionError(StorageError):
 
 
 class ReplacedError(StorageError):
-    """The checkpoint was replaced or removed while it was read; what was read of it is nothing."""
+    """The checkpoint was replaced or removed while it was read; the result is unusable."""
 
 
 class OutcomeUnknownError(StorageError):
@@ -219,7 +218,7 @@ class OutcomeUnknownError(StorageError):
 
 
 class RankFailedError(ProblemError):
-    """Another rank failed with an error that is not ours, or died."""
+    """Another rank died, does not answer, or failed with an error that is not a `CheckpointError`."""
 
 
 class SaveCancelledError(ProblemError):
@@ -231,11 +230,11 @@ class SaveInFlightError(ProblemError):
 
 
 class NotImplementedYet(ProblemError, NotImplementedError):  # noqa: N818 - reads as a state, not an error
-    """A documented option that this version does not build yet."""
+    """An option that is documented, but not implemented in this version."""
 
 
 def report(text: str) -> None:
-    """Warn of something at the line that called this library.
+    """Issue a `CheckpointWarning` at the line that called this library.
 
     Examples
     --------
@@ -253,7 +252,7 @@ def report(text: str) -> None:
 
 
 def add_notes(error: BaseException, notes: Iterable[str]) -> None:
-    """Say with an error what else has failed because of it.
+    """Add notes to an error: further failures that it caused.
 
     Examples
     --------
@@ -267,7 +266,7 @@ def add_notes(error: BaseException, notes: Iterable[str]) -> None:
 
 
 def changed(problem: P, **facts: Any) -> P:
-    """Return a problem with other facts, and the notes that were added to it.
+    """Return a copy of a problem with some facts changed; its notes are kept.
 
     Examples
     --------
@@ -282,7 +281,7 @@ def changed(problem: P, **facts: Any) -> P:
 def raise_problems(problems: Iterable[CheckpointError]) -> None:
     """Raise all `problems` at once: one as itself, several as a `CheckpointErrors` group.
 
-    The group holds all of them; its text tells the first few of each kind, and counts the others.
+    The group holds all problems; its text shows the first few of each kind and counts the others.
 
     Raises
     ------
@@ -300,35 +299,35 @@ def raise_problems(problems: Iterable[CheckpointError]) -> None:
     if len(found) == 1:
         raise found[0]
     if found:
-        raise CheckpointErrors("\n  ".join([f"{len(found)} problems:", *_told(found)]), found)
+        raise CheckpointErrors("\n  ".join([f"{len(found)} problems:", *_summary(found)]), found)
 
 
-def _told(problems: Sequence[CheckpointError]) -> list[str]:
-    """Return a line for each problem, if they are few; else for the first of each kind and, of a kind, of each key."""
+def _summary(problems: Sequence[CheckpointError]) -> list[str]:
+    """Return a line for each problem if there are few; else for the first problems of each kind and key."""
     kinds: dict[tuple[type, str], dict[str | None, list[CheckpointError]]] = {}
     for problem in problems:
         what, key = (problem.what, problem.key) if isinstance(problem, ProblemError) else (str(problem), None)
         kinds.setdefault((type(problem), what), {}).setdefault(key, []).append(problem)
-    # One key of each kind after the other, so that many of one kind hide none of another.
+    # The first key of every kind comes before the second of any, so that no kind displaces another.
     ordered = sorted(
         ((at, key, group) for keys in kinds.values() for at, (key, group) in enumerate(keys.items())),
         key=lambda item: item[0],
     )
     each = 1 if len(ordered) > _MAX_LINES // 3 else 2
     lines: list[str] = []
-    untold = len(problems)
+    remaining = len(problems)
     for _, key, group in ordered:
         shown = group if len(group) <= each + 1 else group[:each]
         if len(lines) + len(shown) + 1 > _MAX_LINES:
             break
-        lines += [_short(f"{type(problem).__name__}: {problem}") for problem in shown]
+        lines += [_shorten(f"{type(problem).__name__}: {problem}") for problem in shown]
         if len(shown) < len(group):
             of_key = "" if key is None else f" of key {key!r}"
-            lines.append(_short(f"... and {len(group) - len(shown):,} more{of_key}"))
-        untold -= len(group)
-    return [*lines, f"... and {untold:,} more: see .exceptions"] if untold else lines
+            lines.append(_shorten(f"... and {len(group) - len(shown):,} more{of_key}"))
+        remaining -= len(group)
+    return [*lines, f"... and {remaining:,} more: see .exceptions"] if remaining else lines
 
 
-def _short(line: str) -> str:
+def _shorten(line: str) -> str:
     line = line.replace("\n  ", "\n    ")  # a traceback from another rank has lines of its own
     return line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} ..."

@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from functional_ckpt import errors
@@ -29,6 +29,8 @@ PROBLEMS = [
     if isinstance(kind := getattr(errors, name), type) and issubclass(kind, ProblemError)
 ]
 FIELDS = ("what", "key", "rank", "shape", "offset", "expected", "found", "remedy", "path", "chunk")
+# Drawing groups of problems takes long, and what these laws look at depends on few of their properties.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 @st.composite
@@ -90,6 +92,7 @@ def test_x3_errors_pickle_to_equal_ones(error):
     check_travels(error)
 
 
+@FEWER
 @given(GROUPS)
 def test_x3_groups_pickle_to_equal_ones(group):
     other = pickle.loads(pickle.dumps(group))
@@ -110,6 +113,7 @@ def test_x3_the_text_says_every_field(error):
     assert isinstance(error, CheckpointError)
 
 
+@FEWER
 @given(st.lists(problems() | GROUPS, max_size=4))
 @example([AlreadyExistsError("a", "")] * 3 + [AlreadyExistsError("a", "", chunk="")])
 def test_all_problems_are_raised_at_once(several):
@@ -134,6 +138,7 @@ def squeezed(text):
     return "".join(str(text).split())
 
 
+@FEWER
 @given(GROUPS)
 def test_groups_split_into_groups_of_their_type(group):
     kind = type(group.exceptions[0])
@@ -175,6 +180,7 @@ def test_x1_two_faults_are_named_at_once(one, other):
     assert {(one.error, "a"), (other.error, "b")} <= {(type(e), e.key) for e in found}
 
 
+@FEWER
 @given(st.lists(problems(), min_size=2, max_size=60))
 def test_the_text_of_many_problems_is_bounded_and_counts_them_all(many):
     with pytest.raises(CheckpointErrors) as caught:

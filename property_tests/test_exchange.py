@@ -24,6 +24,7 @@ from property_tests.test_roundtrip import directory, joined, load_world, tree_by
 OWNERSHIPS = st.sampled_from(["owned", "exclusive", "shared"])
 # Each example saves and loads several times.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
+FEWEST = settings(max_examples=settings.default.max_examples // 6)
 
 
 @st.composite
@@ -72,7 +73,7 @@ def described(plan):
     return f"ownerships: {ownerships}, waves: {min(3, len(waves_that_move(plan)))}"
 
 
-@FEWER
+@FEWEST
 @given(moves(), OWNERSHIPS)
 def test_what_one_world_writes_any_other_reads(case, ownership):
     source, target, arrays, policy = case
@@ -111,7 +112,7 @@ def test_the_cases_reach_several_waves_of_real_moves(kind):
     assert find(moves(), is_one, settings=budget, random=Random(0))
 
 
-@FEWER
+@FEWEST
 @given(moves(), OWNERSHIPS, st.data())
 def test_what_lands_on_disk_does_not_know_the_ranks_names(case, ownership, data):
     source, _, arrays, policy = case
@@ -123,6 +124,7 @@ def test_what_lands_on_disk_does_not_know_the_ranks_names(case, ownership, data)
         assert tree_bytes(one) == tree_bytes(other)
 
 
+@FEWER
 @given(moves(), st.data())
 def test_relabelled_ranks_own_what_they_owned_before(case, data):
     """Who owns a chunk follows from what is held: the plan of the renamed ranks is the renamed plan."""
@@ -136,6 +138,7 @@ def test_relabelled_ranks_own_what_they_owned_before(case, data):
     )
 
 
+@FEWER
 @given(moves())
 def test_a_chunk_is_owned_by_one_of_its_largest_holders_and_they_take_turns(case):
     source, _, _, policy = case
@@ -149,6 +152,7 @@ def test_a_chunk_is_owned_by_one_of_its_largest_holders_and_they_take_turns(case
             assert {piece.target for piece in pieces} <= {p.source for p in pieces if p.box.size == largest}
 
 
+@FEWER
 @given(moves())
 def test_no_wave_holds_more_than_its_share_of_the_budget(case):
     source, _, _, policy = case
@@ -166,6 +170,7 @@ def test_no_wave_holds_more_than_its_share_of_the_budget(case):
     event(f"waves: {min(5, len({wave for wave, _ in held}))}")
 
 
+@FEWER
 @given(moves())
 def test_the_smallest_budget_that_works_is_named_and_works(case):
     source, _, _, policy = case
@@ -184,7 +189,7 @@ def test_the_smallest_budget_that_works_is_named_and_works(case):
     assert smallest == 3 * owned[caught.value.key] == 3 * max(owned.values())
 
 
-@FEWER
+@FEWEST
 @given(moves())
 def test_a_save_sends_the_messages_of_its_plan(case):
     source, _, arrays, policy = case

@@ -35,6 +35,7 @@ except ImportError:
 pytestmark = pytest.mark.filterwarnings("ignore:objects that are not plain values")
 # Each example saves several times, on three ranks.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
+FEWEST = settings(max_examples=settings.default.max_examples // 6)
 RANKS = 3
 ROWS = np.arange(12, dtype="int16")
 
@@ -209,7 +210,7 @@ ROWS_MOVED = World((Leaf("w", "rows"),), policy=SavePolicy(layout=LayoutPolicy(t
 MINE = World((Leaf("a", "own shards", (1,)),))
 
 
-@FEWER
+@FEWEST
 @given(histories(), st.lists(st.sets(st.integers(0, RANKS - 1), max_size=2), min_size=4, max_size=4))
 @example([STAGES, STAGES], [set()] * 4)
 @example([TWICE, TWICE], [set()] * 4)
@@ -226,7 +227,7 @@ def test_a_memory_changes_nothing(worlds, forgotten):
         assert memories.outcome(world) == expected
 
 
-@FEWER
+@FEWEST
 @given(WORLDS)
 @example(STAGES)
 @example(MINE)

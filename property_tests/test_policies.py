@@ -7,13 +7,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import attrs
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, Strict
 from functional_ckpt.errors import PolicyError
 
 FIELDS = [(kind, field.name) for kind in (SavePolicy, LoadPolicy, LayoutPolicy, Strict) for field in attrs.fields(kind)]
+# Each law runs once per field.
+FEWER = settings(max_examples=settings.default.max_examples // 3)
 
 
 class Unhashable:
@@ -134,6 +136,7 @@ def made(kind, name, value):
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+@FEWER
 @given(VALUES)
 @example(["crc32c"])
 @example("no")
@@ -154,6 +157,7 @@ def test_a_field_takes_a_value_or_says_why_not(kind, name, value):
 
 
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
+@FEWER
 @given(VALUES)
 def test_a_value_of_a_wrong_type_is_refused_by_the_words_of_the_field(kind, name, value):
     if TYPES[name](value):

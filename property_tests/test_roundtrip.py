@@ -215,6 +215,7 @@ def same(a, b):
     return type(a) is type(b) and repr(a) == repr(b)
 
 
+@FEWER
 @given(fst.state_trees(), fst.policies())
 @example({}, FAST)
 @example({"a": [], "b": {}, 0: [{}]}, FAST)
@@ -264,6 +265,7 @@ def damaged(draw, text):
     return text[:at] + bytes([text[at] ^ (1 << draw(st.integers(0, 7)))]) + text[at + 1 :]
 
 
+@FEWER
 @given(fst.mangled_manifests())
 def test_a_manifest_that_is_not_the_committed_one_is_refused(text):
     array = ArraySpec("w", (2,), "int8")

@@ -162,7 +162,7 @@ def test_a_late_rank_writes_nothing_more(codecs, tmp_path):
     policy = SavePolicy(commit="marker", durability="none", layout=coded(codecs))
     outcomes = late_save(tmp_path / "a", policy)
     assert all(isinstance(outcome, errors.CheckpointError) for outcome in outcomes)
-    assert "given up" in "".join(traceback.format_exception(outcomes[1]))
+    assert "abandoned" in "".join(traceback.format_exception(outcomes[1]))
     (left,) = [p.name for p in (tmp_path / "a").rglob("*")]
     assert left.endswith(ABANDONED)
     save(state(3), tmp_path / "a", policy=MARKER)
@@ -200,7 +200,7 @@ def test_who_writes_part_of_a_chunk_looks_at_the_claim_first(tmp_path):
     manifest = save(state(2), tmp_path / "b", policy=MARKER)
     entry = manifest.arrays[0]
     store = open_store(tmp_path / "a", guard=f".{ID}.claim")
-    with pytest.raises(StorageError, match="given up"):
+    with pytest.raises(StorageError, match="abandoned"):
         update_chunk(store, entry.spec, entry.layout, Box((0,), (2,)), np.full(2, 1))
     assert step_of(tmp_path / "a") == 2
 

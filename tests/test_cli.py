@@ -76,8 +76,19 @@ def test_ls_prefix_selects_keys(capsys, checkpoint):
         "model.w",
     ]
     assert "betas" not in out
-    _, out, _ = run(capsys, "ls", checkpoint, "--prefix", "no such")
-    assert out == "0 arrays (0 B in 0 chunks), 0 values\n"
+    assert run(capsys, "ls", checkpoint, "--prefix", "model")[1] == out
+    _, out, _ = run(capsys, "ls", checkpoint, "--prefix", "step", "--prefix", "model.half")
+    assert [line.split()[0] for line in out.splitlines() if line][1::2] == ["model.half", "step"]
+
+
+@pytest.mark.parametrize("command", ["ls", "tree"])
+def test_a_prefix_that_no_key_has_is_a_problem(capsys, checkpoint, command):
+    """As that of `LoadPolicy(keys=...)`: it ends at a dot, and a misspelt one does not mean nothing."""
+    for prefix, hint in (("modle", "Did you mean 'model'?"), ("mod", "model"), ("model.*", "not a pattern")):
+        status, out, err = run(capsys, command, checkpoint, "--prefix", "step", "--prefix", prefix)
+        assert (status, out) == (1, "")
+        assert err.startswith("functional-ckpt: no key has this prefix")
+        assert hint in err
 
 
 def test_ls_json_is_the_whole_list(capsys, checkpoint):
@@ -120,45 +131,6 @@ def test_show_does_not_need_provenance(capsys, checkpoint, content):
     path.unlink() if content is None else path.write_bytes(content)
     assert run(capsys, "show", checkpoint)[0] == 0
     assert run(capsys, "show", checkpoint, "--json")[0] == 0
-
-
-def test_show_sums_up_an_array_without_reading_it_whole(capsys, checkpoint):
-    _, found = run_json(capsys, "show", checkpoint, "model.w")
-    assert (found["key"], found["stored_as"], found["tied"]) == ("model.w", "model.same", ["model.w"])
-    assert (found["grid"], found["stored_nbytes"]) == ([3, 1], 3 * 334 * 600 * 4)
-    assert list(found["digests"]) == ["c.0.0", "c.1.0", "c.2.0"]
-    summary = found["summary"]
-    assert (summary["min"], summary["max"], summary["mean"]) == (0.0, 599999.0, 299999.5)
-    assert found["corner"][1] == ["600", "601", "602", "603", "604"]
-
-
-def test_show_array_for_people(capsys, checkpoint):
-    _, out, _ = run(capsys, "show", checkpoint, "model.half")
-    assert "codecs     zstd:3, crc32c" in out
-    assert "chunks     1 of [5, 3], grid [1, 1], exclusive" in out
-    assert "values     min 1, max 1, mean 1" in out
-
-
-def test_show_keeps_what_is_not_finite_apart(capsys, checkpoint):
-    _, found = run_json(capsys, "show", checkpoint, "odd")
-    assert found["summary"] == {"finite": 2, "not_finite": 2, "min": 1.0, "max": 3.0, "mean": 2.0}
-    assert found["corner"] == [["1", "nan", "inf", "3"]]
-
-
-def test_show_integers_are_exact(capsys, checkpoint):
-    _, out, _ = run(capsys, "show", checkpoint, "counts")
-    assert f"min -5, max {2**62 + 1}" in out
-
-
-def test_show_complex_scalar_and_empty(capsys, checkpoint):
-    _, waves = run_json(capsys, "show", checkpoint, "waves")
-    assert (waves["summary"]["mean"], waves["summary"]["min"]) == ([2.0, 0.0], None)
-    _, scalar = run_json(capsys, "show", checkpoint, "scalar")
-    assert (scalar["corner"], list(scalar["digests"])) == ([["2.5"]], ["c"])
-    _, nothing = run_json(capsys, "show", checkpoint, "nothing")
-    assert (nothing["corner"], nothing["summary"]["finite"], nothing["digests"]) == ([], 0, {})
-    for key in ("waves", "scalar", "nothing"):
-        assert run(capsys, "show", checkpoint, key)[0] == 0
 
 
 def test_show_value(capsys, checkpoint):
@@ -256,19 +228,27 @@ def test_a_closed_pipe_is_no_error(checkpoint):
 
 
 def test_lines_fit_a_terminal_of_80_columns(checkpoint):
-    for words in (["ls"], ["show"], ["show", "model.w"], ["verify"]):
+    for words in (["ls"], ["show"], ["show", "model.w"], ["verify"], ["tree"]):
         text = on_a_terminal(command(words[0], checkpoint, *words[1:]))
         assert max(len(line) for line in text.splitlines()) <= 80
         assert "Traceback" not in text
+        assert "\x1b" not in text
     listed = on_a_terminal(command("ls", checkpoint)).splitlines()
     first = next(i for i, line in enumerate(listed) if line.startswith("optim.state.blocks.0.  "))
     assert listed[first + 1].startswith("  attention.query.")  # long keys are broken after dots
 
 
-def on_a_terminal(words):
-    """Run a command on a terminal of 80 columns, without colours, and return what it shows there."""
+@pytest.mark.parametrize(("environment", "has_colours"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_gets_lines_and_colours_unless_it_wants_none(checkpoint, environment, has_colours):
+    text = on_a_terminal(command("tree", checkpoint), TERM="xterm", PYTHONIOENCODING="utf-8", **environment)
+    assert ("\x1b[1m" in text) is has_colours
+    assert "├─ half" in text
+
+
+def on_a_terminal(words, **environment):
+    """Run a command on a terminal of 80 columns and return what it shows there."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"} | environment
     process = subprocess.Popen(words, stdout=theirs, stderr=subprocess.PIPE, env=environment)
     os.close(theirs)
     shown = b""

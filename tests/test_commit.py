@@ -299,7 +299,7 @@ def test_files_that_come_while_saving_are_kept(late, tmp_path, fast):
 def test_marker_mode_does_not_write_among_names_of_others(name, tmp_path, fast):
     (tmp_path / "a" / name).mkdir(parents=True)
     (tmp_path / "a" / name / "mine").write_text("mine")
-    with pytest.raises(errors.AlreadyExistsError, match="taken"):
+    with pytest.raises(errors.AlreadyExistsError, match="names that the checkpoint needs"):
         save({"w": np.ones(3)}, tmp_path / "a", policy=attrs.evolve(fast, commit="marker"))
     assert [p.name for p in (tmp_path / "a").rglob("*")] == [name, "mine"]
 

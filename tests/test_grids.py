@@ -1,18 +1,21 @@
 """Regular grids that no rank needs to gather: complete ones, and those that only look so."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 import functional_ckpt
 from functional_ckpt import LocalShards, SavePolicy
 from functional_ckpt.errors import CheckpointErrors, GapError, OverlapError, ReplicaError
-from functional_ckpt.plan.local import needs_gathering
+from functional_ckpt.run import planning
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.grid import block_of
 from functional_ckpt.spec.mesh import Mesh, Sharding, relabelled
 from functional_ckpt.spec.placement import Shard
 from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets
-from functional_ckpt.testing.simulate import try_ranks
+from functional_ckpt.testing.simulate import run_ranks, try_ranks
 
 POLICY = SavePolicy(replicas="declared", durability="none")
 
@@ -54,20 +57,73 @@ def test_a_sharding_over_ranks_outside_the_group_is_none_of_its(members):
     assert relabelled(Sharding(Mesh.line(4), (Shard(0),)), members) is None
 
 
+W = ArraySpec("w", (4, 2), "int8")
+
+
 @pytest.mark.parametrize(
-    ("shape", "box", "grid", "flat"),
+    "shards",
     [
-        ((4,), Box((1,), (3,)), (2,), None),
-        ((4,), Box((0,), (2,)), (3,), None),
-        ((4,), Box((0,), (2,)), (2, 1), None),
-        ((4,), Box((0,), (2,)), None, None),
-        ((4,), Box((0,), (2,)), (2,), (0, 1)),
-        ((0,), Box((0,), (0,)), (2,), None),
+        [ShardSpec(W, Box((1, 0), (3, 2)))],
+        [ShardSpec(W, Box((0, 0), (3, 2)))],
+        [ShardSpec(W, Box((0, 0), (2, 2)), flat=(0, 3))],
+        [ShardSpec(W, Box((0, 0), (2, 2))), ShardSpec(W, Box((2, 0), (3, 2)))],
+        [ShardSpec(W, Box((2, 0), (4, 2))), ShardSpec(W, Box((0, 0), (2, 2)))],
+        [ShardSpec(W, Box((0, 0), (2, 2))), ShardSpec(W, Box((2, 0), (4, 2)), 1)],
+        [ShardSpec(W, Box((0, 0), (1, 1))), ShardSpec(W, Box((1, 1), (2, 2)))],
+        [ShardSpec(ArraySpec("w", (0, 2), "int8"), Box((0, 0), (0, 2)))],
     ],
+    ids=["off the grid", "no divisor", "flat", "two shapes", "turned", "two copies", "a diagonal", "empty"],
 )
-def test_what_is_no_complete_grid_is_gathered(shape, box, grid, flat):
-    shard = ShardSpec(ArraySpec("w", shape, "int8"), box, 0, flat, grid)
-    assert needs_gathering(0, shard, "declared") is not None
-    good = from_rank_offsets("w", "int8", (2,), (0, 1, 2))
-    assert needs_gathering(0, good, "declared") is None
-    assert needs_gathering(0, good, "elect") is not None
+def test_shards_that_are_no_block_of_cells(shards):
+    assert block_of(shards) is None
+    assert block_of([ShardSpec(W, Box((0, i), (2, i + 1))) for i in (0, 1)])[1].stop == (1, 2)
+
+
+def planned(tmp_path, monkeypatch, state_of, size, **policy):
+    """Save and return which planners the ranks have called."""
+    calls = Counter()
+    for name in ("plan_save", "plan_local_save"):
+        plan = getattr(planning, name)
+        monkeypatch.setattr(planning, name, lambda *a, name=name, plan=plan: calls.update([name]) or plan(*a))
+
+    def save(gather):
+        policy_of = SavePolicy(durability="none", **policy)
+        return functional_ckpt.save(state_of(gather.rank), tmp_path / "a", policy=policy_of, process_group=gather)
+
+    run_ranks(size, save)
+    assert functional_ckpt.verify(tmp_path / "a").ok
+    return {*calls}
+
+
+@pytest.mark.parametrize("replicas", ["declared", "elect"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_cells_too_small_for_chunks_of_their_own_are_planned_alone(tmp_path, monkeypatch, replicas, declared):
+    """One array whose pieces move does not send the whole save to gathering; nor need the grid be declared."""
+
+    def state(rank):
+        shards = [
+            from_rank_offsets("", "int32", (3,), (0, 2 * (rank % 2) + i, 4), replica_id=rank // 2) for i in (0, 1)
+        ]
+        shards = shards if declared else [ShardSpec(s.array, s.box, s.replica_id) for s in shards]
+        return {"w": LocalShards(shards, [np.arange(3, dtype="i4") + s.box.start[0] for s in shards]), "step": 3}
+
+    assert planned(tmp_path, monkeypatch, state, 4, replicas=replicas) == {"plan_local_save"}
+    assert functional_ckpt.open_checkpoint(tmp_path / "a")["w"][:].tolist() == [*range(12)]
+    assert functional_ckpt.read_manifest(tmp_path / "a").arrays[0].layout.ownership == "owned"
+
+
+def test_ranks_that_hold_the_same_in_another_order_plan_alone(tmp_path, monkeypatch):
+    def state(rank):
+        leaves = {"a": np.arange(3), "b": {"c": 1, "d": np.ones(2)}, "e": "x"}
+        return dict(sorted(leaves.items(), reverse=bool(rank)))
+
+    assert planned(tmp_path, monkeypatch, state, 2) == {"plan_local_save"}
+
+
+def test_arrays_of_one_kind_of_which_a_rank_holds_other_cells_are_gathered(tmp_path, monkeypatch):
+    def state(rank):
+        places = {"v": rank, "w": 1 - rank if rank < 2 else rank}
+        return {key: LocalShards(from_rank_offsets("", "int8", (2,), (0, i, 3)), np.zeros(2, "i1"))
+                for key, i in places.items()}  # fmt: skip
+
+    assert planned(tmp_path, monkeypatch, state, 3) == {"plan_save"}

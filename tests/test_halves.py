@@ -207,7 +207,7 @@ def test_what_a_killed_save_leaves_is_called_so(tmp_path):
     _, claim = begin(tmp_path, "marker", False, ["w"])
     claim.drop()
     for read in (ours_loads, functional_ckpt.open_checkpoint):
-        with pytest.raises(NotACheckpointError, match="a save that did not finish"):
+        with pytest.raises(NotACheckpointError, match="the save did not finish"):
             read(tmp_path)
 
 

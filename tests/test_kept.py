@@ -80,7 +80,7 @@ def test_a_directory_without_a_checkpoint_keeps_them_too(tmp_path):
 def test_names_that_the_checkpoint_needs_are_refused_before_anything_is_written(tmp_path, name):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text("theirs")
-    with pytest.raises(errors.AlreadyExistsError, match=f"taken by others.*{name}"):
+    with pytest.raises(errors.AlreadyExistsError, match=f"names that the checkpoint needs.*{name}"):
         save(tmp_path / "a", 1)
     assert os.listdir(tmp_path / "a") == [name]
     assert (tmp_path / "a" / name).read_text() == "theirs"

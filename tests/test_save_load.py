@@ -5,6 +5,7 @@ import re
 import threading
 import warnings
 
+import attrs
 import numpy as np
 import pytest
 
@@ -232,10 +233,10 @@ def test_a_failure_in_the_background_surfaces_in_result(tmp_path, fast, monkeypa
 
 
 def test_two_saves_in_flight(tmp_path, fast, blocked, same):
-    state = {"a": np.zeros(100)}
-    first = async_save(state, tmp_path / "1", policy=fast, progress=blocked)
+    state, queued = {"a": np.zeros(100)}, attrs.evolve(fast, in_flight="queue")
+    first = async_save(state, tmp_path / "1", policy=queued, progress=blocked)
     state["a"] += 1
-    second = async_save(state, tmp_path / "2", policy=fast)
+    second = async_save(state, tmp_path / "2", policy=queued)
     assert blocked.reached.wait(20)
     assert not second.done()
     blocked.go.set()

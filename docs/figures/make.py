@@ -10,26 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, ShardSpec, World
+from functional_ckpt.cli.drawing import COLOURS, LINE, label, rectangle, svg
 from functional_ckpt.plan.layout import ChunkGrid
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, ArrayEntry
 from functional_ckpt.plan.save import SavePlan, plan_save
-
-COLOURS = ("#5c6bc0", "#26a69a", "#ffa726", "#ec407a")
-LINE = 'fill="none" stroke="currentColor" stroke-opacity="0.55"'
-
-
-def rectangle(box: Box, at: tuple[float, float], scale: float, style: str) -> str:
-    """Draw a two-dimensional box; rows go down, columns to the right."""
-    (top, left), (rows, columns) = box.start, box.shape
-    x, y = at[0] + left * scale, at[1] + top * scale
-    return f'<rect x="{x:g}" y="{y:g}" width="{columns * scale:g}" height="{rows * scale:g}" {style}/>'
-
-
-def label(text: str, x: float, y: float, small: bool = False, anchor: str = "middle") -> str:
-    """Write a line of text, centred at `x` unless `anchor` says otherwise."""
-    kind = ' font-size="10" fill-opacity="0.75"' if small else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{kind}>{text}</text>'
 
 
 def held(boxes: Sequence[Box], at: tuple[float, float], scale: float) -> Iterator[str]:
@@ -42,18 +27,6 @@ def chunks(grid: ChunkGrid, at: tuple[float, float], scale: float) -> Iterator[s
     """Draw the lines between chunks."""
     for index in grid.touched(Box.from_shape(grid.shape)):
         yield rectangle(grid.box(index), at, scale, LINE)
-
-
-def svg(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return a whole figure on a card of its own."""
-    margin = 16
-    wide, high = width + 2 * margin, height + 2 * margin
-    box = f'x="{-margin}" y="{-margin}" width="{wide:g}" height="{high:g}"'
-    size = f'viewBox="{-margin} {-margin} {wide:g} {high:g}" width="{wide:g}" height="{high:g}"'
-    look = 'color="#1f2328" fill="currentColor" font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {look} role="img">'
-    card = f'<rect {box} rx="8" fill="#ffffff"/>'
-    return "\n".join([head, f"<title>{title}</title>", card, *parts, "</svg>"]) + "\n"
 
 
 def rows(extent: int, width: int, ranks: int) -> list[Box]:

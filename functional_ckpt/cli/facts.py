@@ -3,41 +3,93 @@
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable
-from math import isfinite, prod
+from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NoReturn
 
 import numpy as np
 
-from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError
+from functional_ckpt.cli.content import Index, corner, histogram, moments, picked
+from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError, raise_problems
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
+from functional_ckpt.plan.outline import Branch, outline_of
+from functional_ckpt.plan.prefixes import prefixes_of
 from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
-from functional_ckpt.store.base import UNSIZED, Store
+from functional_ckpt.spec.tree import has_prefix
+from functional_ckpt.store.base import Store
+from functional_ckpt.store.chunk import stored_nbytes
 from functional_ckpt.store.commit import PROVENANCE
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import verify
 
-__all__ = ["header", "leaf", "listing", "verification"]
+__all__ = [
+    "branches", "check_prefixes", "header", "key_problem", "leaf", "listing", "number_of", "provenance_of", "tree",
+    "verification",
+]  # fmt: skip
 
 Facts = dict[str, Any]
 
-# The corner of the data that `show KEY` prints: first rows and columns, index 0 along all other axes.
-_CORNER_ROWS, _CORNER_COLUMNS = 4, 5
+_NO_PREFIX = "Prefixes end at dots: 'model' is model and model.*; functional-ckpt tree shows them"
 
 
-def listing(checkpoint: Checkpoint, prefix: str = "") -> Facts:
-    """Return arrays, tied keys and values whose keys start with `prefix`, with totals over the arrays."""
+def listing(checkpoint: Checkpoint, prefixes: Sequence[str] = ()) -> Facts:
+    """Return arrays, tied keys and values under one of `prefixes`, or all, with totals over the arrays.
+
+    Raises
+    ------
+    KeyMismatchError
+        For each prefix that no key has.
+    """
     manifest = checkpoint.manifest
-    arrays = [_array(entry) for entry in manifest.arrays if entry.spec.key.startswith(prefix)]
+    check_prefixes(manifest, prefixes)
+
+    def is_wanted(key: str) -> bool:
+        return not prefixes or any(has_prefix(key, prefix) for prefix in prefixes)
+
+    arrays = [_array(entry) for entry in manifest.arrays if is_wanted(entry.spec.key)]
     return {
         "path": checkpoint.url,
-        "prefix": prefix,
+        "prefixes": list(prefixes),
         "arrays": arrays,
-        "tied": [{"key": a.key, "target": a.target} for a in manifest.aliases if a.key.startswith(prefix)],
-        "values": [{"key": v.key, "value": json.loads(v.text)} for v in manifest.values if v.key.startswith(prefix)],
+        "tied": [{"key": a.key, "target": a.target} for a in manifest.aliases if is_wanted(a.key)],
+        "values": [{"key": v.key, "value": json.loads(v.text)} for v in manifest.values if is_wanted(v.key)],
         "totals": {"nbytes": sum(a["nbytes"] for a in arrays), "chunks": sum(a["chunks"] for a in arrays)},
     }
+
+
+def tree(checkpoint: Checkpoint, prefixes: Sequence[str] = ()) -> Branch:
+    """Return the tree of all keys under one of `prefixes`, or of all.
+
+    Raises
+    ------
+    KeyMismatchError
+        For each prefix that no key has.
+    """
+    manifest = checkpoint.manifest
+    check_prefixes(manifest, prefixes)
+    return outline_of(manifest, prefixes)
+
+
+def branches(branch: Branch, depth: int | None = None) -> Facts:
+    """Return a tree down to a depth as JSON."""
+    found = {name: getattr(branch, name) for name in ("name", "key", "arrays", "parameters", "nbytes", "chunks")}
+    found |= {"values": branch.values, "dtypes": list(branch.dtypes), "what": branch.what, "children": []}
+    if depth != 0:
+        below = None if depth is None else depth - 1
+        found["children"] = [branches(child, below) for child in branch.children]
+    return found
+
+
+def check_prefixes(manifest: Manifest, prefixes: Sequence[str]) -> None:
+    """Raise `KeyMismatchError` for each prefix that no key has; prefixes end at dots, as those of `LoadPolicy.keys`."""
+    keys = _keys(manifest)
+    told = prefixes_of("--prefix", prefixes, keys)
+    raise_problems(
+        KeyMismatchError("no key has this prefix", prefix.text, remedy=prefix.hint or _NO_PREFIX)
+        for prefix in told
+        if not prefix.holds
+    )
 
 
 def header(checkpoint: Checkpoint) -> Facts:
@@ -58,12 +110,14 @@ def header(checkpoint: Checkpoint) -> Facts:
         "tied": [{"key": alias.key, "target": alias.target} for alias in manifest.aliases],
         "per_rank": [{"key": entry.key, "world_size": entry.world_size} for entry in manifest.per_rank],
         "attributes": dict(checkpoint.attributes),
-        "provenance": _provenance(checkpoint),
+        "provenance": provenance_of(open_store(checkpoint.url)),
     }
 
 
-def leaf(checkpoint: Checkpoint, key: str) -> Facts:
+def leaf(checkpoint: Checkpoint, key: str, index: Index | None = None) -> Facts:
     """Return what is stored under one key; an array is read, chunk by chunk, to sum it up.
+
+    With an `index` the elements there take the place of the corner.
 
     Raises
     ------
@@ -77,14 +131,25 @@ def leaf(checkpoint: Checkpoint, key: str) -> Facts:
         if value.key == key:
             return {"key": key, "kind": "value", "value": json.loads(value.text)}
     if key not in checkpoint:
-        raise KeyMismatchError("the checkpoint has no such key", key, remedy=_hint(manifest, key))
+        raise key_problem(manifest, key)
     array = checkpoint[key]
-    return {"kind": "array", **_array(array.entry), **_stored(checkpoint, array), "key": key, **_content(array)}
+    return {"kind": "array", **_array(array.entry), **_stored(checkpoint, array), "key": key, **_content(array, index)}
 
 
-def verification(checkpoint: Checkpoint, on_bytes: Callable[[int], None] | None = None) -> Facts:
+def _content(array: StoredArray, index: Index | None) -> Facts:
+    if array.entry.codec is not None:
+        text = array.entry.codec == "json"  # of a plain value that is too long for the manifest
+        return {"summary": None, "corner": None, "value": json.loads(np.asarray(array).tobytes()) if text else None}
+    if index is not None:  # first: it may be refused
+        chosen = picked(array, index)
+    summary = moments(array)
+    found = {"summary": summary, "histogram": histogram(array, summary["min"], summary["max"])}
+    return found | ({"corner": corner(array)} if index is None else {"slice": chosen})
+
+
+def verification(checkpoint: Checkpoint) -> Facts:
     """Return what reading every chunk has shown."""
-    report = verify(checkpoint.url, on_bytes)
+    report = verify(checkpoint.url)
     return {
         "path": checkpoint.url,
         "ok": report.ok,
@@ -114,7 +179,7 @@ def _stored(checkpoint: Checkpoint, array: StoredArray) -> Facts:
     node = node_name(entry.spec.key)
     store = open_store(checkpoint.url)
     names = [chunk_name(index) for index in entry.grid.touched(entry.spec.box)]
-    sizes = [_nbytes_of(store, f"{node}/{name}", entry) for name in names]
+    sizes = [stored_nbytes(store, f"{node}/{name}", entry.layout) for name in names]
     hexes = [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)]
     return {
         "stored_as": entry.spec.key,
@@ -125,76 +190,6 @@ def _stored(checkpoint: Checkpoint, array: StoredArray) -> Facts:
         "stored_nbytes": sum(size or 0 for size in sizes),
         "digests": dict(zip(names, hexes, strict=True)),
     }
-
-
-def _nbytes_of(store: Store, name: str, entry: ArrayEntry) -> int | None:
-    found = store.nbytes_of(name)
-    if found != UNSIZED:
-        return found
-    return len(store.read(name) or b"") if entry.layout.codecs else entry.layout.chunk_nbytes
-
-
-def _content(array: StoredArray) -> Facts:
-    if array.entry.codec is not None:
-        return {"summary": None, "corner": None}
-    return {"summary": _summary(array), "corner": _corner(array)}
-
-
-def _summary(array: StoredArray) -> Facts:
-    """Return least, largest and mean finite element, and how many are finite; one chunk in memory at a time."""
-    parts = [_chunk_summary(array, index) for index in array.entry.grid.touched(array.entry.spec.box)]
-    finite = sum(part["finite"] for part in parts)
-    lows = [part["min"] for part in parts if part["min"] is not None]
-    highs = [part["max"] for part in parts if part["max"] is not None]
-    return {
-        "finite": finite,
-        "not_finite": prod(array.shape) - finite,
-        "min": min(lows, default=None),
-        "max": max(highs, default=None),
-        "mean": _number(sum(part["sum"] for part in parts) / finite) if finite else None,
-    }
-
-
-def _chunk_summary(array: StoredArray, index: tuple[int, ...]) -> Facts:
-    values = np.asarray(array[(*array.entry.grid.box(index).slices, ...)])
-    exact = array.dtype.startswith(("bool", "int", "uint"))
-    ordered = not array.dtype.startswith("complex")
-    if not exact:  # no arithmetic in float8
-        values = values.astype(np.float64 if ordered else np.complex128)
-        values = values[np.isfinite(values)]
-    with np.errstate(over="ignore"):
-        total = values.sum(dtype=np.float64 if exact else None)
-    known = values.size > 0 and ordered
-    number = int if exact else float
-    return {
-        "finite": values.size,
-        "min": number(values.min()) if known else None,
-        "max": number(values.max()) if known else None,
-        "sum": total.item(),
-    }
-
-
-def _corner(array: StoredArray) -> list[list[str]]:
-    """Return the first rows and columns of the last two axes as text."""
-    if not prod(array.shape):
-        return []
-    ends = (slice(_CORNER_ROWS), slice(_CORNER_COLUMNS))[2 - min(2, len(array.shape)) :]
-    values = np.asarray(array[(*(0,) * (len(array.shape) - 2), *ends, ...)])
-    rows = values.reshape((1,) * (2 - values.ndim) + values.shape)
-    return [[_text(x) for x in row] for row in rows]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, np.bool_ | np.integer):
-        return str(value)
-    return f"{complex(value):.6g}" if np.iscomplexobj(value) else f"{float(value):.6g}"
-
-
-def _number(value: Any) -> Any:
-    """Return a mean as JSON: None where the sum overflowed, two numbers where it is complex."""
-    if not np.isfinite(value):
-        return None
-    return [value.real, value.imag] if isinstance(value, complex) else value
 
 
 def _problem(problem: CheckpointError) -> Facts:
@@ -209,14 +204,19 @@ def _counts(names: Any) -> dict[str, int]:
     return dict(sorted(Counter(names).items(), key=lambda item: (-item[1], item[0])))
 
 
-def _provenance(checkpoint: Checkpoint) -> Any:
+def provenance_of(store: Store) -> Any:
     """Return provenance.json, which no digest covers: whatever is wrong with it is no error."""
     try:
-        data = open_store(checkpoint.url).read(PROVENANCE)
+        data = store.read(PROVENANCE)
         found = None if data is None else json.loads(data, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError, StorageError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number that can be counted with, or None for what is none."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**80 else None
 
 
 def _finite(text: str) -> float:
@@ -228,8 +228,19 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
+def key_problem(manifest: Manifest, key: str) -> KeyMismatchError:
+    """Return what is wrong with a key that nothing, or no array, has."""
+    if any(value.key == key for value in manifest.values):
+        return KeyMismatchError("this is a plain value, no array", key, remedy="Look at it with functional-ckpt show")
+    return KeyMismatchError("the checkpoint has no such key", key, remedy=_hint(manifest, key))
+
+
+def _keys(manifest: Manifest) -> list[str]:
+    return [*manifest.by_key, *(value.key for value in manifest.values)]
+
+
 def _hint(manifest: Manifest, key: str) -> str:
-    keys = [*manifest.by_key, *(value.key for value in manifest.values)]
+    keys = _keys(manifest)
     below = [k for k in keys if k.startswith(key.rstrip(".") + ".")]
     if below:
         return f"{len(below)} keys begin with it: list them with --prefix, such as {below[0]!r}"

@@ -4,24 +4,25 @@ If all ranks describe the world in the same way, each plans its own part. If the
 they use the cached plan. Otherwise they gather their specs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from hashlib import blake2b
-from math import prod
+from typing import TypeAlias
 
 import attrs
-import numpy as np
 
 from functional_ckpt.plan.fingerprint import fingerprint
 from functional_ckpt.plan.layout import LayoutPolicy
-from functional_ckpt.plan.local import local_array_plans, needs_gathering
 from functional_ckpt.plan.state import LocalState
-from functional_ckpt.spec.columns import Ints, mix
+from functional_ckpt.spec.grid import Block, block_of, sharding_of_blocks
+from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 
-__all__ = ["Basis", "Proposal", "contents_agree", "is_plannable_alone", "propose", "world_digest"]
+__all__ = ["Basis", "Proposal", "contents_agree", "known_shardings", "propose", "world_digest"]
 
-_MODULUS = 2**64
+#: Shape and grid of an array. Ranks mostly hold the same cells of all arrays of one kind, and tell them once.
+Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+#: A proposal stays a few words.
+_MOST_KINDS = 64
 
 
 @attrs.frozen
@@ -43,45 +44,50 @@ class Basis:
     counts: tuple[int, ...]
 
     @cached_property
-    def grids(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-        """The regular grid of each key with shards in `common`, if they have one."""
-        return tuple(sorted({shard.key: shard.grid for shard in self.common.shards}.items()))
+    def cells(self) -> "tuple[tuple[tuple[str, Kind], ...], tuple[Block, ...]] | None":
+        """The kinds of the arrays of which `common` has shards, and the block of cells held of each kind.
+
+        None if some are no blocks of cells, or not the same ones of all arrays of a kind, or the kinds are many.
+        """
+        held: dict[str, list[ShardSpec]] = {}
+        for shard in self.common.shards:
+            held.setdefault(shard.key, []).append(shard)
+        kinds: list[tuple[str, Kind]] = []
+        blocks: dict[Kind, Block] = {}
+        for key, shards in sorted(held.items()):
+            found = block_of(shards)
+            kind = (shards[0].array.shape, found[0] if found else ())
+            if found is None or blocks.setdefault(kind, found[1]) != found[1] or len(blocks) > _MOST_KINDS:
+                return None
+            kinds.append((key, kind))
+        return tuple(kinds), tuple(blocks.values())
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What must be equal on all ranks so that each knows what the others hold: all but its cells of grids."""
+        """What must be equal on all ranks so that each knows what the others hold: all but its blocks of cells."""
         rules = (self.size, self.shared_ok, self.owned_ok, self.layout, self.replicas)
-        return *rules, attrs.evolve(self.common, shards=()), self.grids
+        return *rules, attrs.evolve(self.common, shards=()), self.cells and self.cells[0]
 
-    def is_plannable_alone(self) -> bool:
-        """Tell whether the specs of this rank determine how the whole world holds its arrays."""
-        common, gridded = self.common, dict(self.grids)
-        if any(needs_gathering(self.rank, shard, self.replicas) for shard in common.shards):
-            return False
-        if not all(leaf.is_copy for leaf in self.own.arrays):
-            return False
-        if not all(leaf.is_copy or leaf.sharding or leaf.key in gridded for leaf in common.arrays):
-            return False
-        # Where the shards of a grid are so small that pieces move, a rank must know which ranks hold the others.
-        plans = local_array_plans(common.shards, self.layout, self.shared_ok, self.owned_ok)
-        return not any(plan.layout.ownership == "owned" for plan in plans)
+    def blocks(self) -> tuple[Block, ...] | None:
+        """Return what other ranks must know to plan, besides what is alike; None if they must know every shard."""
+        told = {key for key, _ in self.cells[0]} if self.cells else set()
+        known = all(leaf.is_copy or leaf.sharding or leaf.key in told for leaf in self.common.arrays)
+        return self.cells[1] if self.cells and known and all(leaf.is_copy for leaf in self.own.arrays) else None
 
 
 @attrs.frozen
 class Proposal:
     """What one rank sends: fingerprints of its basis, of the part that must be equal, and of the contents of its state.
 
-    `is_alone`: the specs determine how the whole world holds its arrays. The sum of `fold` over the ranks is `whole`
-    if they hold every cell of all regular grids once. `planned` is the world of the last plan for this basis. `own` is
-    what only this rank has, contents included, or None.
+    `blocks` are the cells of regular grids that it holds, one block for each kind of array; None if its shards are no
+    such blocks. `planned` is the world of the last plan for this basis. `own` is what only this rank has,
+    contents included, if there is anything.
     """
 
     basis: bytes
     alike: bytes
     contents: bytes
-    is_alone: bool
-    fold: int
-    whole: int
+    blocks: tuple[Block, ...] | None
     budget_nbytes: int
     own: LocalState | None = None
     planned: bytes | None = None
@@ -89,25 +95,35 @@ class Proposal:
 
 def propose(basis: Basis, contents: LocalState, own: LocalState, budget_nbytes: int) -> Proposal:
     """Return what a rank sends about `basis`; `contents` are those of the part that may be equal on all ranks."""
-    alone = basis.is_plannable_alone()
-    firsts = {shard.key: shard for shard in basis.common.shards}
     return Proposal(
         fingerprint(basis),
         fingerprint(*basis.alike),
         fingerprint(contents),
-        alone,
-        _fold(basis.common.shards) if alone else 0,
-        _expected_fold(list(firsts.values())) if alone else 0,
+        basis.blocks(),
         budget_nbytes,
         own if own.arrays or own.values else None,
     )
 
 
-def is_plannable_alone(proposals: Sequence[Proposal]) -> bool:
-    """Tell whether each rank can plan its part by itself; all ranks compute the same answer."""
-    alike = len({proposal.alike for proposal in proposals}) == 1
-    complete = (sum(proposal.fold for proposal in proposals) - proposals[0].whole) % _MODULUS == 0
-    return alike and complete and all(proposal.is_alone for proposal in proposals)
+def known_shardings(basis: Basis, proposals: Sequence[Proposal]) -> Mapping[str, Sharding] | None:
+    """Return how all ranks hold the arrays of which `basis` has shards, by key, if each can plan its part by itself.
+
+    None if ranks must gather; the same answer on all ranks.
+    """
+    blocks = [proposal.blocks for proposal in proposals if proposal.blocks is not None]
+    if basis.cells is None or len(blocks) < len(proposals) or len({proposal.alike for proposal in proposals}) > 1:
+        return None
+    shardings: dict[Kind, Sharding] = {}
+    known: dict[object, Sharding | None] = {}  # arrays of many shapes are cut alike
+    for kind, held in zip(dict.fromkeys(kind for _, kind in basis.cells[0]), zip(*blocks, strict=True), strict=True):
+        cut = (kind[1], held)
+        if cut not in known:
+            known[cut] = sharding_of_blocks(*cut, basis.replicas)
+        sharding = known[cut]
+        if sharding is None:
+            return None
+        shardings[kind] = sharding
+    return {key: shardings[kind] for key, kind in basis.cells[0]}
 
 
 def contents_agree(proposals: Sequence[Proposal]) -> bool:
@@ -118,42 +134,3 @@ def contents_agree(proposals: Sequence[Proposal]) -> bool:
 def world_digest(proposals: Iterable[Proposal], budget_nbytes: int) -> bytes:
     """Return the key of a plan in the cache: a digest of the bases of all ranks and the smallest budget."""
     return fingerprint(tuple(proposal.basis for proposal in proposals), budget_nbytes)
-
-
-def _fold(shards: Sequence[ShardSpec]) -> int:
-    """Return a number whose sum over all ranks is `_expected_fold` if each cell of each grid has one main replica.
-
-    Cell i adds ``g(i + 1) - g(i)`` for a pseudo-random g. The first cell subtracts the sum of these over the grid, so
-    that a complete grid adds zero, and then adds its share of `_expected_fold`, so that a grid without any cell, or
-    with every cell twice, gives another sum.
-    """
-    mains = [shard for shard in shards if shard.is_main]
-    name = _names(mains)
-    cell = np.array([_cell(shard) for shard in mains], np.int64)
-    last = np.array([prod(shard.grid or ()) for shard in mains], np.int64)
-    zero = np.zeros(len(mains), np.int64)
-    with np.errstate(over="ignore"):  # 64-bit integers wrap around
-        whole = mix(name, last) - mix(name, zero)
-        steps = mix(name, cell + 1) - mix(name, cell)
-        firsts = np.where(cell == 0, mix(name, zero - 1) - whole, np.uint64(0))
-        return int((steps + firsts).sum(dtype=np.uint64))
-
-
-def _cell(shard: ShardSpec) -> int:
-    """Return the row-major number of a shard in its grid."""
-    number = 0
-    for low, extent, count in zip(shard.box.start, shard.box.shape, shard.grid or (), strict=True):
-        number = number * count + low // max(extent, 1)
-    return number
-
-
-def _expected_fold(shards: Sequence[ShardSpec]) -> int:
-    """Return the sum of `_fold` over complete grids, from one shard of each grid."""
-    names = _names(shards)
-    return int(mix(names, np.full(len(names), -1)).sum(dtype=np.uint64))
-
-
-def _names(shards: Sequence[ShardSpec]) -> Ints:
-    texts = (f"{shard.key} {shard.array.dtype} {shard.array.shape} {shard.grid}" for shard in shards)
-    hashes = b"".join([blake2b(text.encode(), digest_size=8).digest() for text in texts])
-    return np.frombuffer(hashes, np.int64)

@@ -1,34 +1,34 @@
 """`plan_local_save`: the part of one rank in a save, planned without the specs of the other ranks.
 
-It is possible if a rank knows how the whole world holds its arrays: from a mesh with placements, or from a regular
-grid of shards whose main replicas are declared. Its cost depends on the rank's own part, not on the number of ranks.
+It is possible if a rank knows how the whole world holds its arrays: from meshes with placements, which ranks with cells
+of regular grids get by telling one another which cells they hold. Its cost depends on the rank's own part, not on the
+number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from operator import mod, mul
 from typing import Any
 
 import attrs
 import numpy as np
 
-from functional_ckpt.errors import SpecError, raise_problems
 from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
 from functional_ckpt.plan.owner import Owners, with_waves
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, row_order
 from functional_ckpt.plan.placed import PlacedGroup
 from functional_ckpt.plan.save import GIB, SavePlan, by_array, padded_chunks, restrict
+from functional_ckpt.plan.state import LocalState, Part
 from functional_ckpt.spec.columns import Ints
-from functional_ckpt.spec.mesh import PlacedArray, Sharding, common_face, is_even
-from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.spec.table import key_hashes, padded, padded_shapes, widest
+from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding, common_face, is_even
+from functional_ckpt.spec.placement import Replicate
+from functional_ckpt.spec.table import key_hashes, padded_shapes, widest
 
-__all__ = ["local_array_plans", "needs_gathering", "plan_local_save"]
+__all__ = ["local_array_plans", "placed_leaves", "plan_local_save"]
 
 
 def plan_local_save(
     rank: int,
-    local: Sequence[ShardSpec | PlacedArray],
+    local: Sequence[PlacedArray],
     policy: LayoutPolicy,
     replicas: str = "elect",
     shared_ok: bool = True,
@@ -38,15 +38,9 @@ def plan_local_save(
 ) -> SavePlan:
     """Plan the part of `rank` from its own specs alone: equal to ``restrict(plan_save(world, ...), rank)``.
 
-    `local` are arrays placed on meshes, and shards that know their regular grid (then main replicas must be
-    declared). Shards are numbered in this order; a placed array counts as one shard per box that the rank holds, at
-    least one. `arrays` is the result of `local_array_plans` for the same arguments, if the caller has it.
-
-    Raises
-    ------
-    SpecError
-        For a shard that needs gathering: one without a grid, a flat one, one of an array without cells, or one so
-        small that its pieces would have to move.
+    `local` are arrays placed on meshes. Shards are numbered in this order; an array counts as one shard per box that
+    the rank holds, at least one. `arrays` is the result of `local_array_plans` for the same arguments, if the caller
+    has it.
 
     Examples
     --------
@@ -58,16 +52,13 @@ def plan_local_save(
     >>> plan.writes[0].box, plan.headers
     (Box(start=(4,), stop=(8,)), ())
     """
-    raise_problems(p for item in local if (p := needs_gathering(rank, item, replicas)) is not None)
     arrays = local_array_plans(local, policy, shared_ok, owned_ok) if arrays is None else arrays
     numbers = {plan.spec.key: number for number, plan in enumerate(arrays)}
-    specs = (item for item in local if isinstance(item, ShardSpec))
-    raise_problems(_must_move(rank, item) for item in specs if arrays[numbers[item.key]].layout.ownership == "owned")
     groups, empty = _grouped(rank, local, arrays, numbers, replicas)
     shards = _first_shards(rank, local, groups)
     ndim = widest(plan.spec for plan in arrays)
     chunks = padded_chunks(arrays, ndim)
-    parts, owned = [_grid_pieces(rank, local, numbers, shards, ndim)], [Owners.of_arrays([])]
+    parts, owned = [Pieces.none(ndim)], [Owners.of_arrays([])]
     for group, members, ownership in groups:
         if not ownership:
             continue
@@ -78,6 +69,27 @@ def plan_local_save(
         parts.append(_widened(pieces, ndim))
     pieces = Pieces.joined(parts)
     return restrict(_finished(arrays, pieces, Owners.joined(owned), empty, budget_nbytes), rank)
+
+
+def placed_leaves(
+    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str], shardings: Mapping[str, Sharding]
+) -> list[PlacedArray]:
+    """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.
+
+    `shardings` tell how ranks hold the arrays of which `common` has this rank's shards only. Keys in `tied` are left
+    out.
+    """
+    skipped = {*tied}
+    everywhere = Sharding(Mesh.line(size), (Replicate(),))
+    items = [
+        PlacedArray(leaf.spec, leaf.sharding or shardings.get(leaf.key, everywhere))
+        for leaf in common.arrays
+        if leaf.key not in skipped
+    ]
+    for rank, own in owns:
+        here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
+        items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
+    return items
 
 
 def _finished(
@@ -104,7 +116,7 @@ _Group = tuple[PlacedGroup, Ints, str]
 
 def _grouped(
     rank: int,
-    local: Sequence[ShardSpec | PlacedArray],
+    local: Sequence[PlacedArray],
     arrays: Sequence[ArrayPlan],
     numbers: dict[str, int],
     rule: str,
@@ -113,12 +125,11 @@ def _grouped(
     members: dict[Any, list[int]] = {}
     kinds: dict[Any, Any] = {}
     for position, item in enumerate(local):
-        if isinstance(item, PlacedArray):
-            alike = (item.sharding, item.array.shape)
-            if alike not in kinds:
-                kinds[alike] = _kind(*alike)
-            ownership = arrays[numbers[item.key]].layout.ownership
-            members.setdefault((item.sharding, len(item.array.shape), kinds[alike], ownership), []).append(position)
+        alike = (item.sharding, item.array.shape)
+        if alike not in kinds:
+            kinds[alike] = _kind(*alike)
+        ownership = arrays[numbers[item.key]].layout.ownership
+        members.setdefault((item.sharding, len(item.array.shape), kinds[alike], ownership), []).append(position)
     hashes = key_hashes([plan.spec for plan in arrays])
     groups: list[_Group] = []
     empty: list[tuple[int, int]] = []
@@ -143,21 +154,24 @@ def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
 
 
 def local_array_plans(
-    local: Sequence[ShardSpec | PlacedArray], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
+    local: Sequence[PlacedArray], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
 ) -> tuple[ArrayPlan, ...]:
     """Return the layout of every array, sorted by key; it is computed once for arrays of equal shape and placement.
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import from_rank_offsets
-    >>> local_array_plans([from_rank_offsets("w", "int8", (4,), (0, 1, 2))], LayoutPolicy())[0].layout.ownership
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> from functional_ckpt.spec.mesh import Mesh
+    >>> from functional_ckpt.spec.placement import Shard
+    >>> placed = PlacedArray(ArraySpec("w", (8,), "int8"), Sharding(Mesh.line(2), [Shard(0)]))
+    >>> local_array_plans([placed], LayoutPolicy())[0].layout.ownership
     'owned'
     """
     known: dict[object, Layout] = {}
     found: dict[str, ArrayPlan] = {}
     for item in local:
         if item.key not in found:
-            array, cut = item.array, item.grid if isinstance(item, ShardSpec) else item.sharding
+            array, cut = item.array, item.sharding
             alike = (array.shape, array.dtype, policy.codecs_of(array.key), cut)
             if alike not in known:
                 known[alike] = layout_of_faces(array, _faces(item), policy, shared_ok, owned_ok)
@@ -165,58 +179,15 @@ def local_array_plans(
     return tuple(plan for _, plan in sorted(found.items()))
 
 
-def needs_gathering(rank: int, item: ShardSpec | PlacedArray, replicas: str) -> SpecError | None:
-    """Return a problem if planning needs to know what other ranks hold of `item`.
-
-    Examples
-    --------
-    >>> from functional_ckpt.spec.array import ArraySpec
-    >>> w = ArraySpec("w", (8,), "int8")
-    >>> needs_gathering(0, ShardSpec(w, w.box), "declared").what
-    'planning without the other ranks needs a regular grid'
-    """
-    if isinstance(item, PlacedArray):
-        return None
-    shape, extents, grid = item.array.shape, item.box.shape, item.grid
-    if grid is not None and item.flat is None and replicas == "declared":
-        # A product that is not zero proves that no extent is zero.
-        regular = len(grid) == len(shape) and tuple(map(mul, extents, grid)) == shape and item.array.nbytes
-        if regular and not any(map(mod, item.box.start, extents)):
-            return None
-    return SpecError(
-        "planning without the other ranks needs a regular grid",
-        item.key,
-        rank=rank,
-        shape=item.array.shape,
-        offset=item.box.start,
-        expected="a grid of equal, non-empty shards with declared main replicas",
-        found=item.grid,
-        remedy="Use plan_save on the gathered world",
-    )
-
-
-def _first_shards(rank: int, local: Sequence[ShardSpec | PlacedArray], groups: Sequence[_Group]) -> Ints:
+def _first_shards(rank: int, local: Sequence[PlacedArray], groups: Sequence[_Group]) -> Ints:
     """Return the number of the first shard of each item."""
-    counts = np.array([isinstance(item, ShardSpec) for item in local], np.int64)
+    counts = np.zeros(len(local), np.int64)
     for group, members, ownership in groups:
         boxes = group.held if ownership else []
         full = sum(((stop > start).all(axis=1) for start, stop in boxes), np.zeros(len(members), np.int64))
-        is_there = group.sharding.mesh.coordinate(rank) is not None
+        is_there = bool(group.sharding.mesh.coordinates(rank))
         counts[members] = np.maximum(full, 1) if is_there else 0
     return np.cumsum(counts) - counts
-
-
-def _grid_pieces(
-    rank: int, local: Sequence[ShardSpec | PlacedArray], numbers: dict[str, int], first: Ints, ndim: int
-) -> Pieces:
-    """Return the main replicas among the shards of regular grids."""
-    numbered = zip(local, first.tolist(), strict=True)
-    mains = [(item, shard) for item, shard in numbered if isinstance(item, ShardSpec) and item.is_main]
-    start = padded([item.box.start for item, _ in mains], ndim, 0)
-    stop = padded([item.box.stop for item, _ in mains], ndim, 1)
-    array = np.array([numbers[item.key] for item, _ in mains], np.int64)
-    shard = np.array([shard for _, shard in mains], np.int64)
-    return Pieces.uncut(array, start, stop, np.full(len(mains), rank), shard, np.zeros(len(mains), np.int64))
 
 
 def _first_cell_digests(arrays: Sequence[ArrayPlan], pieces: Pieces, shapes: Ints) -> Owners:
@@ -238,23 +209,9 @@ def _widened(pieces: Pieces, ndim: int) -> Pieces:
     return attrs.evolve(pieces, **ends)
 
 
-def _faces(item: ShardSpec | PlacedArray) -> list[int]:
+def _faces(item: PlacedArray) -> list[int]:
     shape = item.array.shape
     if not prod(shape):
         return [0] * len(shape)
-    if isinstance(item, PlacedArray):
-        cuts = (item.sharding.cuts_of(dim, len(shape)) for dim in range(len(shape)))
-        return [common_face(extent, cut) for extent, cut in zip(shape, cuts, strict=True)]
-    return [n // count if count > 1 else 0 for n, count in zip(shape, item.grid or (), strict=True)]
-
-
-def _must_move(rank: int, item: ShardSpec) -> SpecError:
-    return SpecError(
-        "shards of this grid are smaller than a chunk, and the ranks that hold the other shards are not known",
-        item.key,
-        rank=rank,
-        shape=item.array.shape,
-        offset=item.box.start,
-        found=item.grid,
-        remedy="Use plan_save on the gathered world, or pass owned_ok=False",
-    )
+    cuts = (item.sharding.cuts_of(dim, len(shape)) for dim in range(len(shape)))
+    return [common_face(extent, cut) for extent, cut in zip(shape, cuts, strict=True)]

@@ -15,7 +15,10 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
+from functional_ckpt.plan.html import tree_html
 from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs
+from functional_ckpt.plan.outline import outline_of
+from functional_ckpt.plan.timings import Timings
 from functional_ckpt.spec.array import BITS, ArraySpec, check_key
 from functional_ckpt.spec.tree import DictKey, Path
 
@@ -117,9 +120,9 @@ class PerRankEntry:
     path: tuple[Any, ...] | None = None
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Manifest:
-    """Everything a checkpoint contains, sorted by key.
+    """Everything a checkpoint contains, sorted by key. That of a save tells its `timings` on this rank, too.
 
     Examples
     --------
@@ -127,6 +130,8 @@ class Manifest:
     >>> manifest = Manifest((entry,))
     >>> Manifest.from_json(manifest.to_json()) == manifest
     True
+    >>> manifest
+    Manifest(1 array, 2 parameters, 2 B in 1 chunk)
     """
 
     arrays: tuple[ArrayEntry, ...] = ()
@@ -134,6 +139,15 @@ class Manifest:
     aliases: tuple[Alias, ...] = ()
     per_rank: tuple[PerRankEntry, ...] = ()
     attributes: str = "{}"
+    timings: Timings | None = attrs.field(default=None, eq=False)
+
+    def __repr__(self) -> str:
+        """Return counts and bytes: the entries by the thousand help nobody."""
+        return f"Manifest({outline_of(self).summary})"
+
+    def _repr_html_(self) -> str | None:
+        """Return the tree of keys, for a notebook."""
+        return tree_html("Manifest", outline_of(self))
 
     @cached_property
     def by_key(self) -> Mapping[str, ArrayEntry]:

@@ -139,7 +139,7 @@ def _wanted_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
 
 
 def _filled(name: str, numbered: bool) -> str:
-    """Return a remedy that loads the optimizer state `name`, whose parameters have numbers if `numbered`, else names."""
+    """Return a remedy that loads the optimizer state `name`; its parameters are `numbered` or named."""
     if not numbered:
         return f"Build `like` with {_GET_STATE}, which creates the state"
     place = "".join(f"[{part!r}]" for part in name.split(".")[:-1])

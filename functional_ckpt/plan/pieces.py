@@ -38,6 +38,12 @@ class Pieces(Columns):
         nothing = np.zeros(len(array), np.int64)
         return cls(array, nothing - 1, start, stop, start, stop, source, shard, run, source, nothing)
 
+    @classmethod
+    def none(cls, ndim: int) -> "Pieces":
+        """Return no rows, of arrays with `ndim` axes."""
+        ends = np.zeros((0, ndim), np.int64)
+        return cls.uncut(ends[:, 0], ends, ends, ends[:, 0], ends[:, 0], ends[:, 0])
+
     @property
     def sizes(self) -> Ints:
         """Elements of each region."""

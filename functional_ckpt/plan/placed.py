@@ -44,9 +44,10 @@ class PlacedGroup:
     @cached_property
     def held(self) -> list[tuple[Ints, Ints]]:
         """The rank's boxes in the order of its shards: start and stop per array; a box may be empty."""
-        coordinate = self.sharding.mesh.coordinate(self.rank)
-        if coordinate is None:
-            return []
+        return [box for place in self.sharding.mesh.coordinates(self.rank) for box in self._held_at(place)]
+
+    def _held_at(self, coordinate: tuple[int, ...]) -> list[tuple[Ints, Ints]]:
+        """Return the boxes that belong to one place of the mesh."""
         ndim, sizes = self.shapes.shape[1], self.sharding.mesh.shape
         found = []
         for dim, split in enumerate(self.splits):
@@ -66,8 +67,7 @@ class PlacedGroup:
     def pieces(self, shards: Ints) -> Pieces:
         """Return the fragments that the rank writes; `shards` is the number of its first shard of each array."""
         nothing = np.zeros(len(self.numbers), np.int64)
-        none = Pieces.uncut(self.numbers, self.shapes, self.shapes, nothing, nothing, nothing).take([])
-        parts = [none]
+        parts = [Pieces.none(self.shapes.shape[1])]
         for place, (start, stop) in enumerate(self.held):
             writer = self.writers(np.arange(len(self.numbers)), start)
             writes = (writer == self.rank) & (stop > start).all(axis=1)

@@ -3,12 +3,13 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, one_of, refuse, shown, whole
+from functional_ckpt.plan.field import as_int, one_of, refuse, short_repr, whole
 
 __all__ = [
     "STEP",
@@ -21,11 +22,14 @@ __all__ = [
     "best_of",
     "doomed",
     "metrics_of",
+    "needs_metrics",
     "step_attributes",
 ]
 
 #: The attribute of a checkpoint's root that says which step it is.
 STEP = "functional_ckpt_step"
+
+_BY_STEP = attrgetter("step")
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -206,9 +210,22 @@ def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
     """
     if keep is None or not steps:
         return ()
-    ordered = sorted(steps, key=lambda info: info.step)
+    ordered = sorted(steps, key=_BY_STEP)
     stays = {*keep.kept(ordered), ordered[-1].step, *(info.step for info in ordered if info.pinned)}
     return tuple(info.step for info in ordered if info.step not in stays)
+
+
+def needs_metrics(keep: Keep | None) -> bool:
+    """Tell whether a rule decides by more than the numbers of steps.
+
+    Examples
+    --------
+    >>> needs_metrics(KeepLast(3) | KeepEvery(100)), needs_metrics(KeepLast(3) | KeepBest("loss"))
+    (False, True)
+    """
+    if isinstance(keep, KeepAny):
+        return any(map(needs_metrics, keep.rules))
+    return not isinstance(keep, KeepLast | KeepEvery | None)
 
 
 def best_of(steps: Sequence[StepInfo], metric: str, mode: Mode = "min") -> int | None:
@@ -247,8 +264,13 @@ def _number(name: object, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = None
     if number is None or not isinstance(name, str):
-        raise PolicyError("a metric is a number with a name", expected="a name and a number",
-                          found=f"{shown(name)}: {shown(value)}", remedy="Pass other facts as attributes")  # fmt: skip
+        found = f"{short_repr(name)}: {short_repr(value)}"
+        raise PolicyError(
+            "a metric is a number with a name",
+            expected="a name and a number",
+            found=found,
+            remedy="Pass other facts as attributes",
+        )
     return number
 
 

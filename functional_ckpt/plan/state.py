@@ -1,6 +1,6 @@
 """The structure and values of one rank's state, and of all ranks merged: the input of planning and of the manifest."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -8,19 +8,10 @@ import numpy as np
 
 from functional_ckpt.errors import DuplicateKeyError, ProblemError, ReplicaError, SpecError, raise_problems
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.manifest import (
-    DIGEST_NBYTES,
-    Alias,
-    ArrayEntry,
-    Manifest,
-    PerRankEntry,
-    RankItem,
-    ValueEntry,
-)
+from functional_ckpt.plan.manifest import DIGEST_NBYTES, Alias, ArrayEntry, Manifest, PerRankEntry, RankItem, ValueEntry
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.columns import Columns, Ints, to_column
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
-from functional_ckpt.spec.placement import Replicate
+from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
@@ -39,7 +30,6 @@ __all__ = [
     "filled",
     "is_per_rank",
     "merge_structures",
-    "placed_leaves",
 ]
 
 NO_ATTRIBUTES = "{}"
@@ -221,27 +211,6 @@ def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
     return attrs.evolve(structure, values=values, attributes=parts[0][1].attributes)
 
 
-def placed_leaves(
-    common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str]
-) -> list[ShardSpec | PlacedArray]:
-    """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.
-
-    Keys in `tied` are left out.
-    """
-    skipped = {*tied}
-    everywhere = Sharding(Mesh.line(size), (Replicate(),))
-    items: list[ShardSpec | PlacedArray] = [
-        PlacedArray(leaf.spec, leaf.sharding or everywhere)
-        for leaf in common.arrays
-        if leaf.key not in skipped and (leaf.is_copy or leaf.sharding is not None)
-    ]
-    items += [shard for shard in common.shards if shard.key not in skipped]
-    for rank, own in owns:
-        here = Sharding(Mesh((1,), (rank,)), (Replicate(),))
-        items += [PlacedArray(leaf.spec, here) for leaf in own.arrays if leaf.key not in skipped]
-    return items
-
-
 @attrs.frozen(eq=False)
 class ChunkRows(Columns):
     """Chunk number `chunk` of array number `array` has the digest in `words`: 16 bytes as two int64."""
@@ -267,12 +236,8 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
         what = "a chunk was not written" if len(missing) else "a chunk was written twice"
         wrong = int(missing[0]) if len(missing) else int(at[order][np.flatnonzero(np.diff(at[order]) == 0)[0]])
         number = int(np.searchsorted(first, wrong, "right")) - 1
-        raise SpecError(
-            what,
-            arrays[number].spec.key,
-            shape=arrays[number].spec.shape,
-            found=f"chunk number {wrong - int(first[number])}",
-        )
+        spec, found = arrays[number].spec, f"chunk number {wrong - int(first[number])}"
+        raise SpecError(what, spec.key, shape=spec.shape, found=found)
     digests = np.ascontiguousarray(chunks.words[order]).tobytes()
     leaves = {leaf.key: leaf for leaf in state.leaves}
     ends = (first * DIGEST_NBYTES).tolist()
@@ -403,9 +368,8 @@ def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:
 
 
 def _two_paths(key: str, one: object, other: object) -> DuplicateKeyError:
-    return DuplicateKeyError(
-        "two leaves have one key", key, expected=one, found=other, remedy="Rename one: a key is the path joined by dots"
-    )
+    remedy = "Rename one: a key is the path joined by dots"
+    return DuplicateKeyError("two leaves have one key", key, expected=one, found=other, remedy=remedy)
 
 
 def _shorten(text: str) -> str:

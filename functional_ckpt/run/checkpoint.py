@@ -12,9 +12,12 @@ import numpy as np
 
 from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
 from functional_ckpt.plan.field import is_word, refuse
+from functional_ckpt.plan.html import tree_html
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.plan.mismatch import listed, nearest
+from functional_ckpt.plan.outline import outline_of
+from functional_ckpt.plan.text import count, size
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
@@ -35,7 +38,7 @@ Framework: TypeAlias = Literal["numpy", "torch"]
 _BUDGET_NBYTES = 2**30
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class StoredArray:
     """A stored array; nothing is read before it is indexed.
 
@@ -49,6 +52,11 @@ class StoredArray:
 
     entry: ArrayEntry
     _opened: Opened
+
+    def __repr__(self) -> str:
+        """Return key, shape, data type and size."""
+        chunks = count(self.entry.grid.size, "chunk")
+        return f"StoredArray({self.key!r}, {self.shape}, {self.dtype}, {size(self.nbytes)} in {chunks})"
 
     @property
     def key(self) -> str:
@@ -128,7 +136,7 @@ class StoredArray:
         return tensors.to_torch(self[...], self.dtype)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, repr=False)
 class Checkpoint(Mapping[str, StoredArray]):
     """An open checkpoint: key -> `StoredArray`; tied keys give the same array.
 
@@ -142,6 +150,14 @@ class Checkpoint(Mapping[str, StoredArray]):
     """
 
     _opened: Opened
+
+    def __repr__(self) -> str:
+        """Return where it is, with counts and bytes."""
+        return f"Checkpoint({self.url!r}, {outline_of(self.manifest).summary})"
+
+    def _repr_html_(self) -> str | None:
+        """Return the tree of keys, for a notebook."""
+        return tree_html(self.url, outline_of(self.manifest))
 
     @property
     def manifest(self) -> Manifest:
@@ -238,6 +254,11 @@ def open_checkpoint(path: str | Path, *, store: StorePolicy = StorePolicy()) -> 
 
     On a file system its directory is kept open until nobody refers to the result or its arrays any more, so that no
     other checkpoint is read in its stead.
+
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
 
     Raises
     ------

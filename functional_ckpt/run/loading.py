@@ -21,7 +21,7 @@ from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.run.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
-from functional_ckpt.run.progress import Progress, Tracker
+from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.wanted import Told, WantedKeys
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.spec.table import widest
@@ -40,9 +40,7 @@ from functional_ckpt.store.values import decode_text
 __all__ = ["load_tree"]
 
 
-def load_tree(
-    like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, progress: Callable[[Progress], None] | None
-) -> Any:
+def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
     """Load the checkpoint at `path` into a tree shaped as `like`, on all ranks of `gather` together.
 
     Raises
@@ -53,7 +51,7 @@ def load_tree(
     found: list[Opened] = []
 
     def open_it() -> str:
-        check_load(like, path, policy, progress)
+        check_load(like, path, policy, tracker.report)
         found.append(Opened.at(path, policy.store))
         return found[0].digest
 
@@ -62,7 +60,7 @@ def load_tree(
         if len(set(digests)) > 1:
             remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
             raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
-        return _load(like, found[0], policy, gather, Tracker(progress))
+        return _load(like, found[0], policy, gather, tracker)
     finally:
         for opened in found:
             opened.close()

@@ -46,6 +46,7 @@ class PendingSave:
     def __init__(self, future: "Future[Manifest]", tracker: Tracker) -> None:
         self._future = future
         self._tracker = tracker
+        self._is_told = False
 
     def done(self) -> bool:
         """Tell whether the save has been published or has failed."""
@@ -65,7 +66,19 @@ class PendingSave:
             return self._future.result(timeout)
         finally:
             if self._future.done():
+                self._is_told = True
                 _FAILED.pop(self._future, None)
+
+    def settle(self) -> Manifest | None:
+        """Wait for the save and return its manifest; if it failed, None to who was told before.
+
+        Raises
+        ------
+        CheckpointError
+            If it failed and nobody has asked yet.
+        """
+        wait([self._future])
+        return None if self._is_told and self._future.exception() is not None else self.result()
 
     def progress(self) -> Progress:
         """Return how far this rank has come."""

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -11,10 +11,10 @@ import attrs
 import numpy as np
 
 from functional_ckpt.errors import CheckpointError, DuplicateKeyError, ProblemError, SpecError, raise_problems
-from functional_ckpt.plan.agreement import Basis, Proposal, contents_agree, is_plannable_alone, propose, world_digest
+from functional_ckpt.plan.agreement import Basis, Proposal, contents_agree, known_shardings, propose, world_digest
 from functional_ckpt.plan.check import check_conflicts
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.local import local_array_plans, plan_local_save
+from functional_ckpt.plan.local import local_array_plans, placed_leaves, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save, restrict
 from functional_ckpt.plan.state import (
     GlobalState,
@@ -23,11 +23,11 @@ from functional_ckpt.plan.state import (
     content_problems,
     filled,
     merge_structures,
-    placed_leaves,
 )
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.run.policy import SavePolicy
+from functional_ckpt.spec.mesh import Sharding
 from functional_ckpt.spec.table import ShardRows, ShardTable
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
@@ -115,8 +115,9 @@ class Planner:
         world = world_digest(proposals, budget)
         # One that has forgotten makes all plan anew: else it would wait for others that do not come.
         remembered = known[1] if known and all(proposal.planned == world for proposal in proposals) else None
-        parts = self._told(mine.common, proposals, remembered is not None)
-        agreed, plan = agree(self.gather, lambda: self._agreed(remembered, basis, parts, proposals, budget))
+        shardings = None if remembered else known_shardings(basis, proposals)
+        parts = self._told(mine.common, proposals, remembered is None and shardings is None)
+        agreed, plan = agree(self.gather, lambda: self._agreed(remembered, basis, shardings, parts, proposals, budget))
         self.memory.keep(proposals[self.gather.rank].basis, world, plan)
         return agreed, mine
 
@@ -130,9 +131,8 @@ class Planner:
             mine.counts,
         )  # fmt: skip
 
-    def _told(self, mine: LocalState, proposals: Sequence[Proposal], has_plan: bool) -> list[Part]:
+    def _told(self, mine: LocalState, proposals: Sequence[Proposal], needs_specs: bool) -> list[Part]:
         """Return what this rank needs of the states of all: gathered, as far as it is not the same on all ranks."""
-        needs_specs = not (has_plan or is_plannable_alone(proposals))
         if not needs_specs and contents_agree(proposals):
             return [(self.gather.rank, mine), *_owns(proposals)]
         wanted = mine.with_table(self.gather.rank) if needs_specs else mine.contents()
@@ -144,6 +144,7 @@ class Planner:
         self,
         remembered: Plan | None,
         basis: Basis,
+        shardings: Mapping[str, Sharding] | None,
         parts: Sequence[Part],
         proposals: Sequence[Proposal],
         budget_nbytes: int,
@@ -152,8 +153,9 @@ class Planner:
         try:
             if remembered is not None:
                 plan = remembered
-            elif is_plannable_alone(proposals):
-                plan = plan_alone(basis, [(rank, own.structure()) for rank, own in _owns(proposals)], budget_nbytes)
+            elif shardings is not None:
+                owns = [(rank, own.structure()) for rank, own in _owns(proposals)]
+                plan = plan_alone(basis, owns, shardings, budget_nbytes)
             else:
                 plan = plan_gathered(basis, [(rank, state.structure()) for rank, state in parts], budget_nbytes)
         except CheckpointError as error:
@@ -167,8 +169,10 @@ def _owns(proposals: Sequence[Proposal]) -> list[Part]:
     return [(rank, proposal.own) for rank, proposal in enumerate(proposals) if proposal.own is not None]
 
 
-def plan_alone(basis: Basis, owns: Sequence[Part], budget_nbytes: int) -> Plan:
+def plan_alone(basis: Basis, owns: Sequence[Part], shardings: Mapping[str, Sharding], budget_nbytes: int) -> Plan:
     """Plan a rank's part by itself; `owns` are the structures of what only one rank has, of all ranks.
+
+    `shardings` tell how all ranks hold the arrays of which the basis has shards.
 
     Raises
     ------
@@ -176,7 +180,7 @@ def plan_alone(basis: Basis, owns: Sequence[Part], budget_nbytes: int) -> Plan:
         The problems of merging and of planning, all at once.
     """
     structure, problems = merge_structures([(basis.rank, basis.common), *owns])
-    items = placed_leaves(basis.common, owns, basis.size, {alias.key for alias in structure.aliases})
+    items = placed_leaves(basis.common, owns, basis.size, {alias.key for alias in structure.aliases}, shardings)
     arrays = local_array_plans(items, basis.layout, basis.shared_ok, basis.owned_ok)
     raise_problems([*problems, *_name_collisions(arrays)])
     plan = plan_local_save(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -33,11 +33,13 @@ from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
+from functional_ckpt.plan.writers import writers_to
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, LocalGather, agree, together
 from functional_ckpt.run.planning import Agreed, PlanMemory, Planner
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.progress import Tracker
+from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.chunk import check_chunks
@@ -178,7 +180,7 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
         tracker.enter("done")
     except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
         warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
-    return written.manifest
+    return attrs.evolve(written.manifest, timings=tracker.timings)
 
 
 def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
@@ -186,7 +188,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     gather = prepared.gather
     mine = prepared.mine
     with abandoning(prepared):
-        store = prepared.site.store(_sync_mode(prepared.policy.durability, mine, gather.rank))
+        opened = prepared.site.store(_sync_mode(prepared.policy.durability, mine, gather.rank))
+    store = cast("Store", TimedStore(opened, tracker))
     budget = prepared.policy.budget_nbytes
 
     exchange = gather if isinstance(gather, Exchange) else None
@@ -350,6 +353,8 @@ def _check_presence(store: Store, manifest: Manifest, receipts: Sequence[Receipt
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
     names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
+    chunks = _all_chunks(prepared.arrays, receipts)
+    ranks = np.repeat(np.arange(len(receipts)), [len(receipt.chunks) for receipt in receipts])
     return {
         "save_id": prepared.site.save_id,
         "started": prepared.started,
@@ -365,6 +370,7 @@ def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
             }
             for r in receipts
         ],
+        "writers": writers_to(prepared.arrays, chunks.array, chunks.chunk, ranks),
     }
 
 

@@ -1,12 +1,86 @@
-"""Regular grids: the index of a shard among the equal fragments of its array, and the shape of those."""
+"""Regular grids: where a shard stands among the equal fragments of its array, and which ranks hold the whole grid."""
 
 from collections.abc import Sequence
+from itertools import product
+from math import prod
+from operator import floordiv, mod, sub
+
+import attrs
+import numpy as np
 
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.mesh import CellMesh, Sharding
+from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.sharding import ShardSpec
 
-__all__ = ["fragment_shape", "grid_index"]
+__all__ = ["Block", "block_of", "fragment_shape", "grid_index", "sharding_of_blocks"]
+
+
+@attrs.frozen
+class Block:
+    """The cells of a regular grid from index `start` up to `stop`, which a rank holds as copy `replica_id`."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    replica_id: tuple[int, ...]
+
+
+def block_of(shards: Sequence[ShardSpec]) -> tuple[tuple[int, ...], Block] | None:
+    """Return the grid of which a rank's `shards` of one array are cells, and which cells: all of a block, row-major.
+
+    None for any other shards: of several shapes or replica ids, flat, in another order, off the grid, without elements.
+
+    Examples
+    --------
+    >>> from functional_ckpt.spec.sharding import from_rank_offsets
+    >>> block_of([from_rank_offsets("w", "int8", (2,), (0, i, 4)) for i in (1, 2)])
+    ((4,), Block(start=(1,), stop=(3,), replica_id=(0,)))
+    """
+    first, extents = shards[0], shards[0].box.shape
+    if not first.size or any(map(mod, first.array.shape, extents)):
+        return None
+    for shard in shards:
+        alike = shard.box.shape == extents and shard.replica_id == first.replica_id and shard.flat is None
+        if not alike or any(map(mod, shard.box.start, extents)):
+            return None
+    cells = [tuple(map(floordiv, shard.box.start, extents)) for shard in shards]
+    start, stop = cells[0], tuple(index + 1 for index in cells[-1])
+    if prod(map(sub, stop, start)) != len(cells) or cells != [*product(*map(range, start, stop))]:
+        return None
+    return tuple(map(floordiv, first.array.shape, extents)), Block(start, stop, first.replica_id)
+
+
+def sharding_of_blocks(grid: tuple[int, ...], blocks: Sequence[Block], replicas: str) -> Sharding | None:
+    """Return how ranks hold arrays cut by `grid`, of which rank i holds the i-th block.
+
+    None unless every cell has the same number of copies and, under the rule ``"declared"``, one main copy.
+
+    Examples
+    --------
+    >>> halves = [Block((i,), (i + 1,), (0,)) for i in (1, 0)]
+    >>> sharding_of_blocks((2,), halves, "declared").mesh.ranks, sharding_of_blocks((3,), halves, "declared")
+    ((1, 0), None)
+    """
+    volume = sum(prod(map(sub, block.stop, block.start)) for block in blocks)
+    copies, rest = divmod(volume, prod(grid))
+    if rest or not copies:
+        return None
+    declared = replicas == "declared"
+    holders = np.zeros((*grid, copies), np.int64)
+    taken, mains = np.zeros(grid, np.int64), np.zeros(grid, np.int64)
+    # The order in which writers are elected; a declared main copy comes first.
+    order = sorted((declared and any(block.replica_id), block.replica_id, rank) for rank, block in enumerate(blocks))
+    for _, replica_id, rank in order:
+        region = tuple(map(slice, blocks[rank].start, blocks[rank].stop))
+        if np.any(taken[region] >= copies):
+            return None
+        np.put_along_axis(holders[region], taken[region][..., None], rank, axis=-1)
+        taken[region] += 1
+        mains[region] += not any(replica_id)
+    if declared and np.any(mains != 1):
+        return None
+    return Sharding(CellMesh((*grid, copies), holders.ravel().tolist()), (*map(Shard, range(len(grid))), Replicate()))
 
 
 def grid_index(shard: ShardSpec) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from functional_ckpt.spec.columns import Ints
 from functional_ckpt.spec.placement import PlacedShard, Placement, Replicate, StridedShard, axis_spans, from_placements
 from functional_ckpt.spec.sharding import ShardSpec
 
-__all__ = ["Mesh", "PlacedArray", "Sharding", "Split", "common_face", "is_even", "relabelled", "split_of"]
+__all__ = ["CellMesh", "Mesh", "PlacedArray", "Sharding", "Split", "common_face", "is_even", "relabelled", "split_of"]
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
@@ -71,13 +71,33 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the position of `rank`, or None if it is not on the mesh."""
-        place = _places(self).get(rank)
-        return None if place is None else tuple(int(i) for i in np.unravel_index(place, self.shape))
+        return next(iter(self.coordinates(rank)), None)
+
+    def coordinates(self, rank: int) -> list[tuple[int, ...]]:
+        """Return all positions of `rank`, row-major: more than one only on a `CellMesh`."""
+        return [tuple(int(i) for i in np.unravel_index(place, self.shape)) for place in _places(self).get(rank, ())]
+
+
+@attrs.frozen(cache_hash=True)
+class CellMesh(Mesh):
+    """A mesh whose places are the cells of a regular grid: a rank may hold several of them.
+
+    Examples
+    --------
+    >>> CellMesh((3,), (0, 1, 0)).coordinates(0)
+    [(0,), (2,)]
+    """
+
+    def __attrs_post_init__(self) -> None:
+        """Accept a rank more than once."""
 
 
 @lru_cache(maxsize=64)
-def _places(mesh: Mesh) -> dict[int, int]:
-    return {rank: place for place, rank in enumerate(mesh.ranks)}
+def _places(mesh: Mesh) -> dict[int, list[int]]:
+    places: dict[int, list[int]] = {}
+    for place, rank in enumerate(mesh.ranks):
+        places.setdefault(rank, []).append(place)
+    return places
 
 
 @attrs.frozen(cache_hash=True)

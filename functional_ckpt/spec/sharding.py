@@ -171,7 +171,19 @@ def from_rank_offsets(
 ) -> ShardSpec:
     """Return the shard of a regular grid from ``(axis, index, fragments)`` triples, axes global.
 
-    Axes not named are not cut. The first `prepend_axes` global axes are absent from the local shape.
+    Parameters
+    ----------
+    key, dtype
+        The array's key, and its data type by name.
+    local_shape
+        Shape of what the rank holds, in elements.
+    rank_offsets
+        For each global axis that is cut: into how many equal fragments, and which of them this is, from 0. Axes not
+        named are not cut.
+    replica_id
+        Which copy this is; 0 is the main one.
+    prepend_axes
+        So many first axes of the array are absent from `local_shape`; the shard has extent 1 on them.
 
     Raises
     ------

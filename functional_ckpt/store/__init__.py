@@ -1,1 +1,1 @@
-"""Doing it: bytes of keys, values and arrays; stores; the executor; commit. The only layer that touches storage."""
+"""Storage: the encoding of keys, values and arrays; stores; the execution of plans; commit. No other layer does I/O."""

@@ -1,4 +1,4 @@
-"""Chunks that one rank writes and several hold: pieces are moved wave by wave, and each wave's chunks written whole."""
+"""Chunks that one rank writes and several hold: in each wave ranks exchange pieces, then write their chunks whole."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,10 +31,10 @@ def assemble_and_write(
     on_bytes: Callable[[int], None] | None = None,
     failure: Exception | None = None,
 ) -> tuple[list[Digest], Traffic]:
-    """Move the pieces of `plan` (restricted to this rank) and write the chunks that they make up.
+    """Move the pieces of `plan` (restricted to this rank) and write the chunks that this rank owns.
 
-    A rank on which something fails, or has failed before with `failure`, goes on exchanging, so that the others need
-    not wait for it; it raises when all waves are through.
+    A rank that fails here, or failed before with `failure`, goes on exchanging, so that no other rank waits for it in
+    vain; it raises after the last wave.
     """
     found: list[Digest] = []
     traffic = Traffic()
@@ -66,25 +66,25 @@ def joined_bytes(parts: Sequence[Array]) -> Array:
 
 
 class _Chunks:
-    """The chunks that this rank assembles in one wave, and the messages that make them and others'."""
+    """The chunks that this rank assembles in one wave, and the messages from and to other ranks."""
 
     def __init__(self, wave: Wave, buffers: Sequence[Buffer]) -> None:
         self.wave, self.buffers = wave, buffers
         self._found: dict[tuple[int, int], tuple[Box, Array]] = {}
 
-    # Made when asked for: messages that were kept here would tie a knot, and hold all memory until the collector runs.
+    # Not cached: messages refer to this object, and a cycle would keep all memory until the garbage collector runs.
     def outgoing(self) -> dict[int, Message]:
-        """Return the messages that leave, by rank."""
+        """Return the messages to send, by rank."""
         wave = self.wave
         return {rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.held.items()}
 
     def incoming(self) -> dict[int, Message]:
-        """Return the messages that come, by rank."""
+        """Return the messages to receive, by rank."""
         wave = self.wave
         return {rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.foreign.items()}
 
     def keep(self) -> Exception | None:
-        """Put the pieces that are here into their chunks, one that is the chunk as it is; return what failed."""
+        """Put the pieces of this rank into their chunks, without a copy if one is a whole chunk; return a failure."""
         try:
             for row in self.wave.here:
                 values = self.wave.get(row, self.buffers)
@@ -124,7 +124,7 @@ class _Chunks:
         return message
 
     def _region(self, row: int) -> Array:
-        """Return where a piece belongs in its chunk."""
+        """Return the region of a chunk that a piece fills."""
         place = self.wave.place_of(row)
         known = self._found.get(place)
         if known is None:

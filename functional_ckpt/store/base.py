@@ -1,4 +1,4 @@
-"""The `Store` protocol: named objects under one root, and what a store can do."""
+"""The `Store` protocol: named objects under one root, and the capabilities of a store."""
 
 from collections.abc import Callable, Iterator, Sequence
 from errno import EDQUOT, ENOSPC
@@ -25,15 +25,15 @@ __all__ = [
 
 OnBlock: TypeAlias = Callable[[memoryview], object]
 
-#: Bytes are handled in blocks of this size, so that digesting finds them in the processor's cache (measured:
-#: 33 GB/s against 11 from memory).
+#: Bytes are written and digested in blocks of this size, so that the digest reads them from the processor's cache
+#: (measured: 33 GB/s; from memory 11).
 BLOCK_NBYTES = 2**20
 
-#: Nothing that is read whole is larger, unless the reader says so: a root that repeats the metadata of a million arrays
-#: has 0.6 GB, their manifest 0.2. What is larger was damaged, or made to take up memory.
+#: Default limit of an object that is read whole: a root with the consolidated metadata of a million arrays has 0.6 GB,
+#: their manifest 0.2. A larger object is damaged, or was made to exhaust memory.
 METADATA_NBYTES = 2**30
 
-#: Less than this is never fetched alone.
+#: The unit in which the operating system reads files.
 PAGE_NBYTES = 4096
 
 #: In place of a size: there is an object, and only reading tells how large it is.
@@ -42,12 +42,12 @@ UNSIZED = -1
 
 @attrs.frozen
 class Capabilities:
-    """What a store can do.
+    """The capabilities of a store.
 
-    `shared_chunks`: part of an object is updated atomically. `rename`: a finished directory takes its final
-    name in one step. `shared`: other processes see what this one writes. `sized`: the size of an object costs little
-    to know; else presence is known from one listing, and sizes from reading. `lists`: it tells which names there are.
-    `in_flight`: so many requests at a time pay, 0 where the processor does the work.
+    `shared_chunks`: part of an object can be updated atomically. `rename`: a finished directory can be renamed to its
+    final name in one step. `shared`: other processes see what this one writes. `sized`: the size of an object
+    is known at little cost; otherwise one listing tells which objects there are, and reading tells their sizes.
+    `lists`: objects can be listed. `in_flight`: how many requests at a time pay, 0 if the processor does the work.
     """
 
     shared_chunks: bool
@@ -89,24 +89,24 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the root is, for messages."""
+        """The address of the root, for messages."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store can do."""
+        """The capabilities of this store."""
 
     @property
     def sync(self) -> str:
         """How durable a write is when it returns: ``"none"``, ``"fsync"``, or ``"syncfs"`` (at `flush`)."""
 
     def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
-        """Write a new object: `parts` one after the other, then zeros up to `nbytes`. Never replaces one.
+        """Write a new object: `parts` one after the other, then zeros up to `nbytes`. Never replaces an object.
 
-        `each` sees all blocks of the parts in order, while they are in the processor's cache.
+        `each` is called with all blocks of the parts in order, while they are in the processor's cache.
         """
 
     def publish(self, name: str, data: bytes) -> None:
-        """Write a new object that is there whole or not at all. Never replaces one."""
+        """Write a new object atomically: it exists whole or not at all. Never replaces an object."""
 
     def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return the object's bytes, or None if there is none.
@@ -114,23 +114,23 @@ class Store(Protocol):
         Raises
         ------
         CorruptionError
-            If it has more than `limit` bytes, of which none are read then.
+            If it has more than `limit` bytes; then nothing is read.
         """
 
     def nbytes_of(self, name: str) -> int | None:
         """Return the object's size in bytes, or None if there is none; `UNSIZED` where only reading tells."""
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
-        """Read the object's first ``len(into)`` bytes into `into`; `each` sees its blocks in order."""
+        """Read the object's first ``len(into)`` bytes into `into`; `each` is called with its blocks in order."""
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
         """Read `nbytes` bytes from each of `starts`, in order, one after the other into `into`.
 
-        Nothing else need be fetched.
+        A store should fetch nothing else.
         """
 
     def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
-        """Show the object's first `nbytes` bytes to `each`, in order, a block at a time."""
+        """Call `each` with the object's first `nbytes` bytes, in order, a block at a time."""
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
@@ -139,35 +139,35 @@ class Store(Protocol):
         """Yield the names right below the root: of objects, and with a slash at the end of what holds objects."""
 
     def pinned(self) -> "Store":
-        """Return this store for reading what is under the root now, whatever takes its place."""
+        """Return this store for reading what is under the root now, even if the root is replaced later."""
 
     def unpin(self) -> None:
-        """Let go of what is kept open since the store was pinned; nothing can be read after that."""
+        """Close what `pinned` keeps open; nothing can be read after that."""
 
     def is_current(self) -> bool:
-        """Tell whether what is under the root is still what was there when the store was pinned."""
+        """Tell whether the root has not been replaced since the store was pinned."""
 
     def stamp(self, name: str) -> object:
-        """Return what differs once another object has taken this one's name; None if there is none.
+        """Return a value that changes when another object takes this name; None if there is no object.
 
-        It equals no other stamp where only the content could tell.
+        If only the content could tell, the value equals no other stamp.
         """
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, in no order."""
 
     def check_guard(self) -> None:
-        """Raise `StorageError` if the save that writes here was given up; a rank that was late finds it out so."""
+        """Raise `StorageError` if the save that writes here was abandoned, so that a late rank stops writing."""
 
     def flush(self) -> None:
-        """Make durable what was created, as far as the store was opened to do so."""
+        """Make all created objects durable, as far as the store was opened to do so."""
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return the TensorStore key-value store that holds the objects under `prefix`."""
 
 
 class storage_errors:  # noqa: N801 - used as a with statement, on the path of every small file
-    """Turns errors of the storage below into `StorageError`, once, naming the object.
+    """Turns errors of the operating system and of TensorStore into `StorageError`, once, naming the object.
 
     Examples
     --------
@@ -187,7 +187,7 @@ class storage_errors:  # noqa: N801 - used as a with statement, on the path of e
         """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wrap `error` unless it is ours or none of storage's."""
+        """Wrap `error` if it is one of the operating system or of TensorStore."""
         if isinstance(error, CheckpointError):
             return
         if isinstance(error, OSError):
@@ -197,22 +197,27 @@ class storage_errors:  # noqa: N801 - used as a with statement, on the path of e
 
 
 def check_limit(name: str, found: int, limit: int) -> None:
-    """Raise `CorruptionError` if an object of `found` bytes is not to be read whole.
+    """Raise `CorruptionError` if an object of `found` bytes is too large to be read whole.
 
     Examples
     --------
     >>> check_limit("zarr.json", 10, 10)
     """
     if found > limit:
-        raise CorruptionError("an object is larger than it can be", path=name, expected=f"at most {limit} bytes",
-                              found=f"{found} bytes", remedy="Restore the file or load another checkpoint")  # fmt: skip
+        raise CorruptionError(
+            "an object is larger than any that a save writes",
+            path=name,
+            expected=f"at most {limit} bytes",
+            found=f"{found} bytes",
+            remedy="Restore the file, or load another checkpoint",
+        )
 
 
 def storage_error(what: str, name: str, error: OSError) -> StorageError:
-    """Return what `storage_errors` raises for an error of the operating system."""
+    """Return the `StorageError` for an error of the operating system."""
     full = error.errno in (ENOSPC, EDQUOT)
     found = f"{type(error).__name__}: {error.strerror or error}"
     remedy = "Free space; nothing was published" if full else None
     wrapped = StorageError(f"{what} failed", path=name, found=found, remedy=remedy)
-    add_notes(wrapped, getattr(error, "__notes__", ()))  # the cause does not travel to other ranks
+    add_notes(wrapped, getattr(error, "__notes__", ()))  # the cause is not sent to other ranks
     return wrapped

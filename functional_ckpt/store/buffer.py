@@ -1,6 +1,6 @@
 """`Buffer`: the local memory of one shard, on the host or elsewhere.
 
-A fragment of it is named by its `shape` and the element `run` at which it begins; a region is slices within a fragment.
+A fragment of it is given by its `shape` and the element `run` at which it begins; a region is slices within a fragment.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,12 +17,12 @@ __all__ = ["WHOLE", "Buffer", "HostBuffer", "region_of"]
 
 
 class Buffer(Protocol):
-    """Memory that fragments lie in."""
+    """Memory that holds fragments."""
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
-        """Return the fragment as a numpy view of the memory itself, or None where the host cannot address it.
+        """Return the fragment as a numpy view of the memory itself, or None if the host cannot address it.
 
-        It may be of another byte order.
+        The view may have another byte order than the host.
         """
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
@@ -32,15 +32,15 @@ class Buffer(Protocol):
         """Set the elements of a region, converting the data type."""
 
     def staged(self) -> "Buffer":
-        """Return a copy on the host that later changes of this memory do not reach."""
+        """Return a copy on the host, independent of later changes of this memory."""
 
     def memory(self) -> tuple[Hashable, View]:
-        """Return where the memory is: a space of addresses (None for the host's), and which bytes there."""
+        """Return where the memory is: an address space (None for the host's), and the bytes in it."""
 
 
 @attrs.frozen(eq=False)
 class HostBuffer:
-    """A numpy array of any byte order, and of any strides unless fragments of it start at a run (then C-contiguous).
+    """A numpy array of any byte order. Its strides are arbitrary if its only fragment is the whole; else C-contiguous.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class HostBuffer:
         return self.array.reshape(-1)[run : run + size].reshape(shape)
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
-        """Return a region as a view, or as a copy where the bytes have to change places."""
+        """Return a region as a view, or as a copy if the byte order differs from the host's."""
         values: Array = self.view(shape, run)[region]
         return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
@@ -81,12 +81,12 @@ class HostBuffer:
         return None, View(address, array.shape, array.strides, array.itemsize)
 
 
-#: The whole of a fragment, whatever its rank.
+#: The region that is a whole fragment, whatever its number of dimensions.
 WHOLE: tuple[Any, ...] = (...,)
 
 
 def copy_cast(into: Array, values: Array) -> None:
-    """Set `into` to `values` by numpy's unsafe cast, silently: the policy has allowed what gets lost.
+    """Set `into` to `values` by numpy's unsafe cast, without warnings: the policy has allowed any loss.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def copy_cast(into: Array, values: Array) -> None:
 
 
 def region_of(outer: Sequence[int], start: Sequence[int], stop: Sequence[int]) -> tuple[Any, ...]:
-    """Return global bounds as an index relative to `outer`, one that gives a view at rank 0 too.
+    """Return global bounds as an index relative to `outer`; it gives a view of a zero-dimensional array too.
 
     Examples
     --------

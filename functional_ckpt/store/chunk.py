@@ -1,4 +1,4 @@
-"""One chunk of an array: whether it is there, its bytes, its digest, and writing it whole."""
+"""One chunk of an array: checking that it exists, reading it, its digest, and writing it."""
 
 from collections.abc import Iterable, Iterator
 
@@ -34,17 +34,18 @@ __all__ = [
     "encoded_limit",
     "located",
     "read_chunk",
+    "stored_nbytes",
     "update_chunk",
     "write_chunk",
     "write_header",
 ]
 
-#: Up to here a chunk is read whole even where only a piece is wanted.
+#: A chunk of up to so many bytes is read whole even if only a piece is wanted.
 SMALL_CHUNK_NBYTES = 64 * 2**10
 
 
 def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> StorageError | None:
-    """Return a problem if a chunk is missing, or has not the size that its shape says."""
+    """Return a problem if a chunk is missing or has a wrong size."""
     spec, layout = entry.spec, entry.layout
     try:
         found = store.nbytes_of(f"{node_name(spec.key)}/{chunk_name(index)}")
@@ -75,8 +76,16 @@ def check_chunks(store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...
             yield _bad_size(entry.spec, entry.layout, index, None)
 
 
+def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:
+    """Return the size of a chunk's object, or None if there is none; an encoded one is read if nothing else tells."""
+    found = store.nbytes_of(name)
+    if found != UNSIZED:
+        return found
+    return layout.chunk_nbytes if is_raw(layout) else len(store.read(name, encoded_limit(layout)) or b"")
+
+
 def encoded_limit(layout: Layout) -> int:
-    """Return more bytes than any chain of codecs makes of a chunk: what is larger was not written by us.
+    """Return an upper bound on the bytes of an encoded chunk: a save never writes a larger file.
 
     Examples
     --------
@@ -87,7 +96,7 @@ def encoded_limit(layout: Layout) -> int:
 
 
 def decoding_nbytes(layout: Layout) -> int:
-    """Return the bytes that a chunk takes up to: its own, and with codecs its encoded ones and a copy.
+    """Return the most memory that decoding a chunk takes: its bytes, with codecs also the encoded bytes and a copy.
 
     Examples
     --------
@@ -119,7 +128,7 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
 
 
 def chunk_digest(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> bytes:
-    """Return the digest of the cells of one stored chunk, in the memory of a block where they lie in a row."""
+    """Return the digest of the cells of one stored chunk; if they are contiguous in the file, it is read by blocks."""
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     if not is_raw(layout) or box.shape[1:] != layout.chunk[1:]:
         return digest(read_chunk(store, spec, layout, index))
@@ -132,7 +141,7 @@ def chunk_digest(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int
 
 
 def located(error: StorageError, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> StorageError:
-    """Return `error` with the chunk that it is about."""
+    """Return `error` with the key and offset of its chunk."""
     if error.chunk is not None:
         return error
     offset = ChunkGrid(spec.shape, layout.chunk).box(index).start
@@ -175,7 +184,7 @@ def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values:
 
 
 def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> None:
-    """Write the cells `box` of a chunk that others write too."""
+    """Write the cells `box` of a chunk that other ranks write too."""
     from functional_ckpt.store.zarr import open_array, write_box
 
     store.check_guard()  # as `create` does: the file is replaced
@@ -185,7 +194,7 @@ def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
     """Write a whole plain chunk and return its digest."""
     nbytes = layout.chunk_nbytes
-    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks whole; the cells outside are zero
+    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks in full; cells outside the array are zero
         padded = np.zeros(layout.chunk, values.dtype)
         padded[tuple(slice(0, n) for n in values.shape)] = values
         store.create(name, [as_bytes(padded)], nbytes)
@@ -217,7 +226,7 @@ def check_digest(entry: ArrayEntry, position: int, found: bytes | None) -> None:
 
 
 def _check_memory(spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> None:
-    """Raise `CorruptionError` unless a chunk can be decoded: TensorStore aborts the process where memory is lacking."""
+    """Raise `CorruptionError` unless memory for decoding a chunk can be had: TensorStore aborts the process without."""
     nbytes = layout.chunk_nbytes
     try:
         np.empty(2 * nbytes, np.uint8)  # decoded, and as the result; never touched

@@ -1,7 +1,7 @@
-"""`Claim`: says that a live process is saving, so that `sweep` tells its directory from a leftover.
+"""`Claim`: the mark of a live save, by which `sweep` distinguishes its directory from a leftover.
 
-On a file system the claim is a small file beside the save, locked as long as the process lives; the operating system
-drops the lock when it dies. For a store in memory it is an entry in a table of this process.
+On a file system the claim is a small file beside the save. The saving process locks it, and the operating system
+releases the lock when the process dies. For a store in memory it is an entry in a table of this process.
 """
 
 import fcntl
@@ -31,18 +31,18 @@ __all__ = [
     "state_of",
 ]
 
-#: Suffix of the claim of a save that was given up while other ranks may still have been writing.
+#: Suffix of the claim of a save that was abandoned while other ranks might still be writing.
 ABANDONED = ".abandoned"
 
 # The in-memory stores that this process is saving to.
 _MEMORY: dict[str, None] = {}
 _MEMORY_LOCK = Lock()
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)
-# How often a claim is made anew because a sweep has taken the unlocked file for a leftover.
+# How often a claim is created again after a sweep has removed the file before it was locked.
 _TRIES = 20
-# No claim of ours is longer: what a stranger put there is not read whole.
+# No claim is longer: a larger file is not one, and is not read whole.
 _MAX_NBYTES = 2**28
 
 
@@ -82,8 +82,8 @@ class Claim:
     def take(cls, path: Path, save_id: str, nodes: Sequence[str] = ()) -> "Claim":
         """Create the claim file, locked; `save_id` lets other ranks recognise it, `nodes` will be written beside it.
 
-        It appears under its name only when it is locked, so that nobody can take it for a leftover. Where the file
-        system has no locks it says so, and counts as live until somebody removes it.
+        The file gets its name only after it is locked, so that no sweep takes it for a leftover. On a file system
+        without locks the claim records that, and counts as live until it is removed.
         """
         new = path.with_name(path.name + ".new")
         for _ in range(_TRIES):
@@ -93,7 +93,7 @@ class Claim:
                 if nodes:
                     claim.name(nodes)
                 os.rename(new, path)
-            except FileNotFoundError:  # swept away in the moment before it was locked
+            except FileNotFoundError:  # a sweep removed the file before it was locked
                 claim.release()
                 continue
             except BaseException as error:
@@ -101,15 +101,19 @@ class Claim:
                 raise
             claim.path = path
             return claim
-        raise StorageError("the claim of a save is removed as soon as it is made", path=str(path))
+        raise StorageError(
+            "the claim of this save is removed as soon as it is created",
+            path=str(path),
+            remedy="Find out what deletes files in this directory, or save under another path",
+        )
 
     @classmethod
     def adopt(cls, path: Path) -> "Claim | None":
-        """Take over the claim of a dead save, so that nobody else does; None if it is not (known to be) dead."""
+        """Take over the claim of a dead save, so that no other process does; None unless it is known to be dead."""
         try:
             file = _opened(path)
         except PermissionError:
-            return None  # somebody else's, and not ours to judge
+            return None  # a file of another user
         if file is None:
             return None
         claim = cls(path, file)
@@ -128,7 +132,7 @@ class Claim:
         return self.path.name if self.path is not None else ""
 
     def name(self, nodes: Sequence[str], durable: bool = False) -> None:
-        """Say which nodes are going to be written; until then a sweep removes nothing beside the claim."""
+        """Record which nodes are going to be written; until then a sweep removes nothing beside the claim."""
         if self._file is None:
             return
         self._write({"nodes": list(nodes)})
@@ -137,20 +141,20 @@ class Claim:
             sync_directory(self.path.parent)
 
     def set_aside(self) -> None:
-        """Say that the save was given up, and keep what it named: a late rank may still add to that."""
+        """Record that the save was abandoned, and keep the names of its nodes: a late rank may still write to them."""
         if self.path is not None:
             aside = self.path.with_name(self.path.name + ABANDONED)
             os.rename(self.path, aside)
             self.path = None
 
     def is_held(self) -> bool:
-        """Tell whether the claim is still there: a sweep that could not see the lock may have removed it."""
+        """Tell whether the claim still exists: a sweep that could not see the lock may have removed it."""
         return self.path is None or self._file is None or os.fstat(self._file).st_nlink > 0
 
     def release(self) -> str | None:
-        """Remove the claim, then drop its lock: in this order nobody finds an unlocked live claim.
+        """Remove the claim, then drop its lock: in this order no process finds a live claim unlocked.
 
-        Returns what could not be done, in words: the save's own outcome does not depend on it.
+        Returns a failure as text: the outcome of the save does not depend on it.
         """
         problem = None
         try:
@@ -164,13 +168,13 @@ class Claim:
         return problem
 
     def release_after(self, error: BaseException) -> None:
-        """Release the claim of a save that has failed; what could not be done is noted with the error."""
+        """Release the claim of a save that has failed; a failure to do so becomes a note of `error`."""
         problem = self.release()
         if problem is not None:
             error.add_note(problem)
 
     def drop(self) -> None:
-        """Drop the lock, and leave the file."""
+        """Drop the lock and leave the file."""
         if self._url is not None:
             _MEMORY.pop(self._url, None)
         file, self._file = self._file, None
@@ -178,11 +182,11 @@ class Claim:
             # A forked child shares the lock with us; unlocking by hand drops it for both.
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)
-            with suppress(OSError):  # a small file that nobody needs any more
+            with suppress(OSError):  # the file is not needed any more
                 os.close(file)
 
     def _lock(self) -> bool:
-        """Lock the file and return True, or False where the file system has no locks."""
+        """Lock the file and return True, or False if the file system has no locks."""
         try:
             fcntl.flock(self._file or 0, fcntl.LOCK_EX)
         except OSError as error:
@@ -198,12 +202,12 @@ class Claim:
 
 
 def is_live(path: Path) -> bool:
-    """Tell whether a process holds the claim at `path`, as far as that can be known: in doubt it does."""
+    """Tell whether a process holds the claim at `path`; true if that cannot be known."""
     return state_of(path) != "dead"
 
 
 def state_of(path: Path) -> str:
-    """Return ``"live"``, ``"dead"``, or ``"foreign"``: of another machine, whose locks may not be seen from here."""
+    """Return ``"live"``, ``"dead"`` or ``"foreign"``: made on another machine, whose locks may be invisible here."""
     try:
         file = _opened(path)
     except PermissionError:
@@ -220,14 +224,14 @@ def state_of(path: Path) -> str:
 def _opened(path: Path) -> int | None:
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None  # no claim of ours: opening a pipe would wait for its other end
+            return None  # not a claim; and opening a pipe would wait for its other end
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
 
 
 def _judged(path: Path, file: int) -> str:
-    """Return what `state_of` does, for an open claim; a dead one is locked now."""
+    """Return the state of an open claim as `state_of` does; if it is dead, this process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -241,13 +245,13 @@ def _judged(path: Path, file: int) -> str:
     if content.get("locked") is False:
         return "live"
     here, there = _machine(), {name: content.get(name) for name in ("host", "boot")}
-    # A claim of before, or one that was torn off, does not say where it was made.
+    # A claim of an earlier version, or a truncated one, does not record where it was made.
     same = there["host"] in (None, here["host"]) or there["boot"] == here["boot"] != ""
     return "dead" if same else "foreign"
 
 
 def _machine() -> dict[str, str]:
-    """Return the name of this machine, and what all its containers and no other machine have in common."""
+    """Return the name of this machine and its boot id, which its containers have in common."""
     return {"host": os.uname().nodename, "boot": boot_id()}
 
 
@@ -257,7 +261,7 @@ def is_live_in_memory(url: str) -> bool:
 
 
 def claimed_by(path: Path, save_id: str) -> bool:
-    """Tell whether the claim at `path` is that of `save_id`: what a rank checks to see that it shares the path."""
+    """Tell whether the claim at `path` is that of `save_id`: so a rank checks that it sees the same directory."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
@@ -281,7 +285,7 @@ def save_id_of(data: bytes) -> object:
 
 
 def claimed_nodes(data: bytes) -> list[str] | None:
-    """Return the nodes that a claim with content `data` names; None if it is no claim, or was torn off.
+    """Return the nodes that a claim with content `data` names; None if it is not a claim, or is truncated.
 
     Examples
     --------
@@ -300,7 +304,7 @@ def _read(file: int) -> bytes:
 
 
 def _parsed(data: bytes) -> dict[str, object]:
-    """Return what the lines of a claim say; the last one may be torn off."""
+    """Return the fields of a claim; its last line may be truncated."""
     content: dict[str, object] = {}
     for line in data.splitlines():
         try:

@@ -1,10 +1,10 @@
 """Begin, publish or abandon a save, so that a path holds a whole checkpoint or none.
 
-*rename*: everything is written to a directory beside the path, which then takes the path's name in one step; with
-`overwrite` the two directories change places in one step and the old one is removed. Killed before the step, the old
-checkpoint survives; after it, the new one does.
-*marker*: written in place; the root ``zarr.json`` is created last, and only if there is none. Other files may live in
-the directory.
+*rename*: everything is written to a directory beside the path, which is then renamed to the path in one step; with
+`overwrite` the two directories are exchanged in one step and the old one is removed. If the process is killed before
+the step, the old checkpoint survives; after it, the new one does.
+*marker*: everything is written in place; the root ``zarr.json`` is created last, and only if there is none. The
+directory may hold other files.
 """
 
 import json
@@ -69,16 +69,16 @@ __all__ = [
     "seen_from",
 ]
 
-# With these no name is made durable by itself.
+# With these values of `durability` single names are not synced.
 _NOT_EACH = ("none", "syncfs")
 
 
 @attrs.frozen
 class Site:
-    """Where one save writes and what it becomes; equal on all ranks.
+    """The place to which one save writes, and its final place; equal on all ranks.
 
-    `url` is the final place, `work_url` the place written to (the same in marker mode). `replaceable` says
-    what may be replaced, None for nothing; `access` how an object store is reached.
+    `url` is the final place, `work_url` the place written to (the same in marker mode). `replaceable` describes the
+    checkpoint that may be replaced, None if there is none. `access` says how to reach an object store.
     """
 
     url: str
@@ -117,7 +117,8 @@ def begin(
     AlreadyExistsError
         If the path holds a checkpoint and `overwrite` is off, or anything that is not a checkpoint.
     StorageError
-        If what is there could not be replaced in the end: a mount point, or no way to exchange two directories.
+        If the path could not be replaced at the end of the save: a mount point, or a file system that cannot exchange
+        two directories.
     """
     save_id = new_save_id()
     store = open_store(url, access=access)
@@ -131,7 +132,7 @@ def begin(
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
-            final = final.resolve()  # replace what the link points to, not the link
+            final = final.resolve()  # replace the target of the link, not the link
         kept = check_target(final, overwrite, names if foreign == "keep" else None)
     site = Site(str(final), str(final.parent / working_name(final.name, save_id)), "rename", save_id)
     with storage_errors("creating the directory to save to", site.work_url):
@@ -162,9 +163,9 @@ def _clear_beside(final: Path) -> None:
 
 
 def _with_target(site: Site, overwrite: bool, keeps_foreign: bool) -> Site:
-    """Return `site` with what it may replace; fail if the file system cannot replace it."""
+    """Return `site` with its `replaceable`; raise if the file system cannot replace that."""
     final, work = Path(site.url), Path(site.work_url)
-    # In this order: a save that publishes meanwhile is seen by its claim or by what it has published.
+    # In this order: a save that publishes meanwhile is noticed by its claim or by its checkpoint.
     begun = claims_for(final.name, os.listdir(final.parent))
     earlier = tuple(save_id for save_id in begun if overwrite and save_id != site.save_id)
     found_there = identity_of(final)
@@ -174,12 +175,12 @@ def _with_target(site: Site, overwrite: bool, keeps_foreign: bool) -> Site:
 
 
 def seen_from(site: Site, url: str | Path, rank: int) -> Site:
-    """Return `site` under the path that this rank was given; mounts may differ, the file system may not.
+    """Return `site` under the path that this rank was given; ranks may mount the same file system in different places.
 
     Raises
     ------
     PathNotSharedError
-        Unless the claim that the coordinator has made is found there.
+        Unless this rank finds the claim of the coordinator there.
     """
     if site.mode == "marker":
         store = open_store(url, access=site.access)
@@ -211,13 +212,13 @@ def publish(
     metadata_file: bool = False,
     stands: Callable[[], bool] = lambda: True,
 ) -> tuple[str, ...]:
-    """Write manifest, provenance and root, in this order, and make the checkpoint appear.
+    """Write manifest, provenance and root, in this order, and publish the checkpoint.
 
     With `metadata_file` there is one more file before these, for programs that look for a checkpoint of DCP.
 
-    `confirm` is called right before the step after which the checkpoint is there; it may still raise. What fails after
-    that step cannot undo it, and is returned in words; but in an object store the root is removed again if the claim no
-    longer `stands` then: a sweep has taken us for dead meanwhile, and removed chunks.
+    `confirm` is called right before the step that publishes the checkpoint; it may still raise. Failures after that
+    step cannot undo it; they are returned as text. In an object store the root is
+    removed again if the claim no longer `stands` then: a sweep has taken this save for dead, and removed chunks.
     """
     text = manifest.to_json()
     first = ((METADATA_FILE, METADATA_TEXT),) if metadata_file else ()
@@ -270,9 +271,9 @@ def _taken_back(store: Store, stands: Callable[[], bool]) -> tuple[str, ...]:
 
 
 def abandon(site: Site, claim: SaveClaim | None, late: bool = False) -> tuple[str, ...]:
-    """Remove what a failed save has written, and return what could not be removed, in words; never raises for it.
+    """Remove the files of a failed save, and return as text what could not be removed; this never raises.
 
-    `late` says that other ranks may still be writing.
+    `late`: other ranks may still be writing.
     """
     problems: list[str] = []
     try:
@@ -281,17 +282,18 @@ def abandon(site: Site, claim: SaveClaim | None, late: bool = False) -> tuple[st
         else:
             _remove_in_place(site, claim, late)
     except (OSError, CheckpointError) as error:
-        problems.append(f"what was written for it could not be removed, and is left to functional_ckpt.sweep ({error})")
+        problems.append(f"its files could not be removed; functional_ckpt.sweep removes them later ({error})")
         if claim is not None and site.mode == "marker":
-            claim.drop()  # the file stays: without it nobody could tell what is left
+            claim.drop()  # the file stays: by it a sweep recognises the files of this save
     problem = None if claim is None else claim.release()
     return (*problems, *([problem] if problem else []))
 
 
 def _remove_in_place(site: Site, claim: SaveClaim | None, late: bool) -> None:
-    """Remove what a failed save in marker mode has written.
+    """Remove the files of a failed save in marker mode.
 
-    If it is `late` the claim is left, under another name: the next save, or a sweep, can tell what the others add.
+    If it is `late`, the claim is left under another name: by it the next save, or a sweep, recognises the files that
+    other ranks still write.
     """
     store = open_store(site.url, access=site.access)
     name = claim.label if claim is not None else ""
@@ -317,7 +319,7 @@ def _begin_marker(
         with storage_errors("creating the directory to save to", site.url):
             _clear_in_place(store, claim.label)
             _check_names(store, nodes)
-            # Only now: what lies there under these names is ours. One at least, where all is plain values.
+            # Only now: files under these names are of this save. It names one at least, even without any array.
             claim.name([*nodes, MANIFEST], durability != "none")
     except BaseException as error:
         claim.release_after(error)
@@ -326,15 +328,17 @@ def _begin_marker(
 
 
 def _clear_in_place(store: Store, mine: str) -> None:
-    """Remove what dead saves have left, unless a live one is at work."""
-    # Looked for after taking ours: of two that begin at once, at least one sees the other.
+    """Remove the leftovers of dead saves; raise if a live one is writing."""
+    # Other claims are listed after ours is taken: of two saves that begin at once, at least one sees the other.
     with claims_in(store, mine) as (dead, live):
         if live:
             raise AlreadyExistsError(
-                "another save to this path is running, or is being swept", path=store.url, found=live[0],
-                remedy="Save under a new path; delete the claim if that save is dead, on another machine",
-            )  # fmt: skip
-        if dead or store.capabilities.sized:  # else only a claim tells of leftovers, and a listing is dear
+                "another save to this path is running, or is being swept",
+                path=store.url,
+                found=live[0],
+                remedy="Save under a new path; if that save ran on another machine and is dead, delete its claim",
+            )
+        if dead or store.capabilities.sized:  # otherwise only a claim tells of leftovers, and a listing is expensive
             remove_leftovers(store, dead)
 
 
@@ -342,9 +346,11 @@ def _check_names(store: Store, nodes: Sequence[str]) -> None:
     taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
     if taken:
         raise AlreadyExistsError(
-            "names that the checkpoint needs are taken by others", path=store.url, found=", ".join(taken[:5]),
-            remedy="Save under a new path; what is not ours is never replaced",
-        )  # fmt: skip
+            "other files have names that the checkpoint needs",
+            path=store.url,
+            found=", ".join(taken[:5]),
+            remedy="Save under a new path, or move these files: they are never replaced",
+        )
 
 
 def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
@@ -357,7 +363,7 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
         "node_type": "group",
         "attributes": {**attributes, "functional_ckpt": ours},
     }
-    # One array of a type that stock zarr-python does not know would keep it from opening the group at all.
+    # With one array of a type that stock zarr-python does not know, it could not open the group at all.
     if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
         return to_json(root)
     members = b",".join(

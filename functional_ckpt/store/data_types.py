@@ -1,7 +1,7 @@
-"""Data types of the standard library and of numpy as JSON: values that hold no code and nothing but data.
+"""Values of the standard library and of numpy as JSON: types that hold only data, no code.
 
-Each is an object with one key, its tag. Decoding builds these types and nothing else, in linear time. What malformed
-text makes Python raise is turned into an error of ours by `functional_ckpt.store.values`.
+Each is an object with one key, its tag. Decoding creates only these types, in linear time. Exceptions from malformed
+text are turned into a `CorruptionError` by `functional_ckpt.store.values`.
 """
 
 import base64
@@ -22,7 +22,7 @@ from functional_ckpt.store.encoding import Array, numpy_dtype
 
 __all__ = ["DATA_DECODERS", "encode_data"]
 
-#: numpy's own names for what the format has none for: another byte order, text, bytes, dates and durations.
+#: numpy's own names for data types without a Zarr name: another byte order, text, bytes, dates and durations.
 _DTYPE = re.compile(r"[<>|]([iuf][248]|c8|c16|[US]\d{1,9}|[mM]8(\[\d{0,9}[A-Za-zμ]{1,7}\])?)")
 _ZARR_NAMES = {numpy_dtype(name): name for name in DTYPES}
 
@@ -50,7 +50,7 @@ def _bytes(text: Any) -> bytes:
 
 
 def _dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """Return the name of a data type whose elements are nothing but their bytes."""
+    """Return the name of a data type whose elements are fully described by their bytes, else None."""
     return _ZARR_NAMES.get(dtype) or (dtype.str if _DTYPE.fullmatch(dtype.str) and dtype.kind != "V" else None)
 
 
@@ -58,7 +58,7 @@ def _dtype_of(text: Any) -> np.dtype[Any]:
     if text in DTYPES:
         return numpy_dtype(text)
     if not _DTYPE.fullmatch(text):
-        raise ValueError(f"{text!r} is no data type")
+        raise ValueError(f"{text!r} is not a data type")
     dtype: np.dtype[Any] = np.dtype(text)
     return dtype
 
@@ -92,12 +92,12 @@ def _decode_array(body: Any) -> Array:
     name, shape, text = body
     dtype, data = _dtype_of(name), bytearray(_bytes(text))
     if any(type(n) is not int or n < 0 for n in shape) or prod(shape) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes are no array of shape {shape} and data type {name}")
+        raise ValueError(f"{len(data)} bytes do not fit shape {shape} and data type {name}")
     return np.ndarray(tuple(shape), dtype, data).copy()
 
 
 def _encode_clock(value: datetime | time) -> list[Any] | None:
-    """Return the text of a time without its zone, the zone, and which of two equal readings of a clock it is."""
+    """Return the text of a time without its zone, the zone, and its `fold`."""
     zone = _encode_zone(value.tzinfo)
     return None if zone is _NO_ZONE else [value.replace(tzinfo=None, fold=0).isoformat(), zone, value.fold]
 
@@ -163,7 +163,7 @@ _ENCODERS: dict[type, Callable[[Any], Any]] = {
     type(Path()): _tagged("~path", str),
 }
 
-#: By tag: what makes the value of its body.
+#: Tag -> function that decodes its body.
 DATA_DECODERS: dict[str, Callable[[Any], Any]] = {
     "~numpy.generic": _decode_scalar,
     "~numpy.str": lambda body: np.str_(_text(body)),

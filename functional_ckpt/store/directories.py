@@ -1,4 +1,4 @@
-"""Directories of a local file system: made, exchanged, synced, removed, and what tells one from another."""
+"""Directories of a local file system: creating, exchanging, syncing, removing and identifying them."""
 
 import ctypes
 import os
@@ -28,19 +28,19 @@ __all__ = [
     "why_fixed",
 ]
 
-#: Numbers of a directory, and of the root in it: inode numbers alone are used again.
+#: Inode numbers of a directory and of the root in it: the number of a directory alone may be reused.
 Identity: TypeAlias = tuple[int, ...]
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _RENAME_SWAP = 2
-# Files may vanish or come while a tree is removed: by others who remove it, and by ranks that are late. What does not
-# end is an error.
+# While a tree is removed, others may remove files too, and late ranks may add some. After so many attempts it is an
+# error.
 _TRIES = 20
 
 
 def identity_of(path: Path) -> Identity | None:
-    """Return what tells the checkpoint at a path from another that takes its place; None if there is no directory."""
+    """Return a value that identifies the checkpoint at a path; None if there is no directory."""
     try:
         directory = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -53,7 +53,7 @@ def identity_of(path: Path) -> Identity | None:
 
 
 def is_directory(path: Path) -> bool:
-    """Tell whether there is a directory; other than `Path.is_dir` it raises if that cannot be known."""
+    """Tell whether there is a directory; unlike `Path.is_dir` it raises if that cannot be known."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +61,7 @@ def is_directory(path: Path) -> bool:
 
 
 def is_mount_point(path: Path) -> bool:
-    """Tell whether something is mounted at an existing path: the system lets nothing take its place."""
+    """Tell whether something is mounted at an existing path, which therefore cannot be replaced."""
     if os.path.ismount(path):
         return True
     try:  # a directory mounted from the same file system looks like any other
@@ -73,7 +73,7 @@ def is_mount_point(path: Path) -> bool:
 
 
 def make_directories(path: Path, durable: bool) -> None:
-    """Make a directory and those above it that are missing; `durable` makes each new name so."""
+    """Create a directory and its missing parents; with `durable` each new name is synced."""
     missing: list[Path] = []
     while not _exists(path):
         missing.append(path)
@@ -94,10 +94,10 @@ def _exists(path: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all that it holds; nothing happens if there is none."""
+    """Remove a directory and everything in it; nothing happens if there is none."""
     for attempt in range(_TRIES):
         try:
-            os.rmdir(path)  # an empty one goes even where no file can be opened any more
+            os.rmdir(path)  # an empty one can be removed even if the process has no free file descriptor
             return
         except FileNotFoundError:
             return
@@ -117,7 +117,7 @@ def _opened(path: str | Path) -> Iterator[int]:
     try:
         yield file
     finally:
-        with suppress(OSError):  # nothing was written through it, and it must not hide what failed
+        with suppress(OSError):  # nothing was written through it, and an error here must not hide an earlier one
             os.close(file)
 
 
@@ -128,7 +128,7 @@ def sync_directory(path: str | Path) -> None:
 
 
 def sync_file_system(path: Path) -> None:
-    """Make everything durable that the file system of `path` holds."""
+    """Sync the whole file system of `path`."""
     if not hasattr(_libc(), "syncfs"):
         os.sync()
         return
@@ -154,18 +154,20 @@ def exchange_paths(one: Path, other: Path) -> None:
             raise OSError(ENOSYS, os.strerror(ENOSYS))
     except OSError as error:
         raise StorageError(
-            "two directories could not be exchanged", path=str(one), found=error.strerror,
-            remedy="If the file system cannot do it: save under a new path, and delete the old checkpoint afterwards",
-        ) from error  # fmt: skip
+            "two directories could not be exchanged",
+            path=str(one),
+            found=error.strerror,
+            remedy="If the file system does not support it: save under a new path, then delete the old checkpoint",
+        ) from error
 
 
 def check_exchange(work: Path) -> None:
-    """Try in the directory `work` whether directories can be exchanged there.
+    """Exchange two directories inside the directory `work`, to see whether the file system supports it.
 
     Raises
     ------
     StorageError
-        If they cannot.
+        If it does not.
     """
     one, other = work / "one", work / "other"
     one.mkdir()
@@ -176,14 +178,14 @@ def check_exchange(work: Path) -> None:
 
 
 def why_fixed(path: Path) -> str | None:
-    """Return what keeps another directory from taking the place of an existing one, in words; None for nothing."""
+    """Return as text why an existing directory cannot be replaced; None if it can."""
     if os.path.samefile(path, "."):
         return "the working directory of this process"
     return "a mount point" if is_mount_point(path) else None
 
 
 def call_system(name: str, *arguments: int | bytes) -> None:
-    """Call a function of the C library that Python does not offer; raise OSError if it says that it has failed."""
+    """Call a function of the C library that Python does not offer; raise OSError if it reports a failure."""
     if getattr(_libc(), name)(*arguments) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

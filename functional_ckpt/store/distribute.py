@@ -1,4 +1,4 @@
-"""Chunks that one rank reads and several want: each wave's chunks are read whole, and their pieces moved."""
+"""Chunks that one rank reads and several want: in each wave ranks read their chunks whole and send the pieces."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,10 +30,10 @@ def read_and_distribute(
     on_bytes: Callable[[int], None] | None = None,
     failure: Exception | None = None,
 ) -> Traffic:
-    """Read the chunks of which this rank is the target, and hand their pieces to the ranks that want them.
+    """Read the chunks of which this rank is the reader (`target`), and send their pieces to the ranks that want them.
 
-    `pieces` are this rank's: with it as source (then they go to `buffers`) or as target. What fails here, or has failed
-    before with `failure`, does not keep the others waiting; it is raised when all waves are through.
+    `pieces` are those that this rank wants (as `source`; they go to `buffers`) or reads (as `target`). A rank that
+    fails here, or failed before with `failure`, goes on exchanging; it raises after the last wave.
     """
     arrays = [entry.plan for entry in entries]
     traffic = Traffic()
@@ -52,7 +52,7 @@ def read_and_distribute(
 
 
 def nbytes_read(layouts: Sequence[Layout], pieces: Pieces, rank: int) -> int:
-    """Return the bytes of the chunks that `rank` reads for itself and others.
+    """Return the bytes of the chunks that `rank` reads, for itself and others.
 
     Examples
     --------
@@ -66,20 +66,20 @@ def nbytes_read(layouts: Sequence[Layout], pieces: Pieces, rank: int) -> int:
 
 
 class _Chunks:
-    """The chunks that this rank reads in one wave, and the messages made of them and of others'."""
+    """The chunks that this rank reads in one wave, and the messages to and from other ranks."""
 
     def __init__(self, wave: Wave, entries: Sequence[ArrayEntry], buffers: Sequence[Buffer]) -> None:
         self.wave, self.entries, self.buffers = wave, entries, buffers
         self._found: dict[tuple[int, int], Array] = {}
 
-    # Made when asked for: messages that were kept here would tie a knot, and hold all memory until the collector runs.
+    # Not cached: messages refer to this object, and a cycle would keep all memory until the garbage collector runs.
     def incoming(self) -> dict[int, Message]:
-        """Return the messages that come, by rank."""
+        """Return the messages to receive, by rank."""
         wave = self.wave
         return {rank: Message(wave.nbytes_of(rows), partial(self._unpack, rows)) for rank, rows in wave.held.items()}
 
     def outgoing(self) -> dict[int, Message]:
-        """Return the messages that leave, by rank."""
+        """Return the messages to send, by rank."""
         wave = self.wave
         return {rank: Message(wave.nbytes_of(rows), partial(self._pack, rows)) for rank, rows in wave.foreign.items()}
 
@@ -87,7 +87,7 @@ class _Chunks:
         """Read and check the chunks, and put the pieces that this rank wants."""
         rows = [*self.wave.here, *(row for foreign in self.wave.foreign.values() for row in foreign)]
         wanted = dict.fromkeys(map(self.wave.place_of, rows))
-        # Nothing more is held: a wave's chunks take a third of the budget, and decoding them three times as much.
+        # The whole budget is free: the chunks of a wave take a third of it, and decoding them three times as much.
         work = [
             Work(self.entries[array].layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), 0)
             for array, chunk in wanted

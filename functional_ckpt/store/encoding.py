@@ -1,4 +1,4 @@
-"""How keys, data types, metadata and digests look in storage (normative text: docs/format.md)."""
+"""The encoding of keys, data types, metadata and digests in storage (normative text: docs/format.md)."""
 
 import json
 import re
@@ -31,7 +31,7 @@ __all__ = [
 
 Array: TypeAlias = NDArray[Any]
 
-#: Longest node name, in bytes; file systems stop at 255, and lock and temporary files add a suffix.
+#: Longest node name, in bytes; file systems allow 255, and lock and temporary files add a suffix.
 MAX_NAME_NBYTES = 200
 _RESERVED = ("zarr.json", "zarr.json.new", "manifest.json", "provenance.json")
 _ESCAPES = {
@@ -46,7 +46,7 @@ _ESCAPES = {
     ">": "~8",
     "|": "~9",
 }
-# What most keys look like, so that they are not looked at letter by letter.
+# Most keys match this and need no escaping letter by letter.
 _PLAIN_NAME = re.compile(r"(?!__)[a-z0-9_\-][a-z0-9_.\-]{0,199}")
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) if name in BITS else np.dtype(name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
@@ -100,10 +100,10 @@ def dtype_name(dtype: np.dtype[Any], key: str | None = None) -> str:
 
 
 def node_name(key: str) -> str:
-    """Return the name of the Zarr node that holds `key`: injective, also where case or normal form is lost.
+    """Return the name of the Zarr node of `key`: injective, also on file systems that ignore case or Unicode form.
 
-    Lower-case ASCII keys are their own name. Separators are escaped with ``~``; a key with other letters keeps
-    them and gets a hash, since some file systems fold case; a long one is shortened to a hash.
+    Lower-case ASCII keys are their own name. Separators are escaped with ``~``; a key with other letters gets a hash
+    appended, since some file systems ignore case; a long key is shortened and gets a hash.
 
     Examples
     --------
@@ -156,13 +156,13 @@ def digest_bytes(data: memoryview | bytes) -> bytes:
 
 
 def as_bytes(array: Array) -> memoryview:
-    """Return the elements in C order as a flat memory view, copied only when they do not lie so."""
+    """Return the elements in C order as a flat memory view; copied only if the array is not C-contiguous."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(np.uint8).data
 
 
 def is_raw(layout: Layout) -> bool:
-    """Tell whether a chunk file holds plain elements, so that parts of it can be read, and it be written, directly."""
+    """Tell whether a chunk file holds plain elements, so that it can be written and read, also in part, directly."""
     return not layout.codecs
 
 
@@ -184,7 +184,7 @@ def array_metadata(spec: ArraySpec, layout: Layout) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _metadata_template(shape: tuple[int, ...], dtype: str, layout: Layout) -> str:
-    """Return the text for all arrays alike in everything but the key: encoding it dominates small saves."""
+    """Return the text for all arrays that differ only in their keys: encoding it dominates the time of small saves."""
     ours: dict[str, Any] = {"key": "\0"}
     if layout.stored != dtype:
         ours["dtype"] = dtype

@@ -1,7 +1,7 @@
-"""`Exchange`: how ranks hand pieces to one another, and `deliver`, which does it for one wave of a plan.
+"""`Exchange`: the protocol by which ranks send one another pieces, and `deliver`, which runs one wave of a plan.
 
-Ranks go through the same steps: in step k rank r sends to r + k and receives from r - k. So each message has a
-receiver that waits for it, no two wait for each other, and a rank holds one message each way at a time.
+All ranks go through the same steps: in step k rank r sends to r + k and receives from r - k. So every message has a
+receiver that waits for it, no two ranks wait for each other, and a rank holds one message each way at a time.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class Exchange(Protocol):
         """Number of processes in the group."""
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
-        """Send bytes to `target` and return the `nbytes` that `source` sends; nothing travels where there are none.
+        """Send bytes to `target` and return the `nbytes` that `source` sends; a message of no bytes is not sent.
 
         Raises when a peer has died or does not answer in time.
         """
@@ -39,7 +39,7 @@ class Exchange(Protocol):
 
 @attrs.frozen
 class LocalExchange:
-    """A group of one rank, in which nothing ever travels.
+    """A group of one rank, which never sends anything.
 
     Examples
     --------
@@ -51,13 +51,13 @@ class LocalExchange:
     size: int = 1
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
-        """Refuse: there is nobody else."""
+        """Raise `SpecError`: there is no other rank."""
         raise SpecError("there is no other rank to exchange with", rank=(source, target))
 
 
 @attrs.frozen
 class Traffic:
-    """What a rank has sent to others: messages, and bytes in them.
+    """What a rank has sent to others: the number of messages, and their bytes.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class Traffic:
 
 @attrs.frozen(eq=False)
 class Message:
-    """`nbytes` bytes for or from one rank; `handle` makes those that leave (of nothing), or takes those that come."""
+    """A message of `nbytes` bytes. `handle` packs it if it is outgoing (its argument is empty), or unpacks it."""
 
     nbytes: int
     handle: Callable[[Array], Array]
@@ -86,10 +86,10 @@ def deliver(
     incoming: Mapping[int, Message],
     failure: Exception | None = None,
 ) -> tuple[Traffic, Exception | None]:
-    """Send and receive one wave's messages, at most one to and from each rank; return what was sent, and a failure.
+    """Send and receive one wave's messages, at most one to and from each rank; return the traffic, and a failure.
 
-    A message that cannot be packed or unpacked is such a failure: it does not keep the others waiting. From a rank on
-    which something has failed they get zeros. What the exchange itself raises is raised.
+    If a message cannot be packed or unpacked, that failure is returned and the exchange goes on, so that no other rank
+    waits in vain: a rank that has failed sends zeros. Errors of the exchange itself are raised.
     """
     rank, size = exchange.rank, exchange.size
     steps = {(target - rank) % size for target in outgoing} | {(rank - source) % size for source in incoming}

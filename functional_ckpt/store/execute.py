@@ -1,8 +1,8 @@
-"""Run a plan against a store: `write_plan`, `digest_shared`, `read_plan`. Effects take a plan and return a receipt.
+"""Run a plan against a store: `write_plan`, `digest_shared`, `read_plan`.
 
-A whole plain chunk is digested and written, or read and digested, straight from and to the caller's memory; of one that
-is wanted in part only that part is read. A chunk with codecs, or of which this rank writes only a part, goes through
-TensorStore. Arrays of one chunk take no detour over the grid: a small tensor costs two file creations and little else.
+A whole plain chunk is digested and written, or read and digested, directly from or to the caller's memory; if only part
+of a plain chunk is wanted, only that part is read. A chunk with codecs, and a chunk that this rank writes in part, goes
+through TensorStore. An array of one chunk skips the grid: a small tensor costs two file creations and little else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ OnBytes = Callable[[int], None]
 
 @attrs.frozen
 class Receipt:
-    """What one rank wrote: digests of its chunks, by numbers in `keys`; bytes of elements; what it sent to others."""
+    """What one rank wrote: digests of its chunks (`array` is an index into `keys`), bytes of elements, and traffic."""
 
     keys: tuple[str, ...]
     chunks: ChunkRows
@@ -74,7 +74,7 @@ def write_plan(
     on_bytes: OnBytes | None = None,
     exchange: Exchange | None = None,
 ) -> Receipt:
-    """Write what `plan` (restricted to this rank) says, from the rank's `buffers`; shared chunks get no digest yet."""
+    """Write the part of this rank of `plan` from the rank's `buffers`; shared chunks get their digest later."""
     failure: Exception | None = None
     direct: list[Digest] = []
     work = _direct_work(plan, buffers, store)
@@ -93,7 +93,7 @@ def write_plan(
 
 
 def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
-    """Digest the chunks that several pieces make up, once all ranks have written."""
+    """Digest the shared chunks of this rank's plan, after all ranks have written."""
 
     def digested(number: int, chunk: int) -> Digest:
         array = plan.arrays[number]
@@ -115,7 +115,7 @@ def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
 
 
 def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> list[Work]:
-    """Return the work of all pieces that go straight to storage, and of metadata without any."""
+    """Return the work of all pieces that are written directly, and of metadata of arrays without pieces here."""
     rows = plan.pieces.take(plan.pieces.chunk < 0)
     headers = set(plan.header_rows.array.tolist()) - set(plan.pieces.array[plan.pieces.chunk >= 0].tolist())
     work: list[Work] = []
@@ -131,7 +131,7 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
 @attrs.frozen(eq=False)
 class _Source:
-    """A region of array number `number` that lies from element `run` on in a buffer, on its way to storage."""
+    """A region to write, of array number `number`; it begins at element `run` of a buffer."""
 
     number: int
     array: ArrayPlan
@@ -141,18 +141,18 @@ class _Source:
     store: Store
 
     def work(self, header: bool) -> list[Work]:
-        """Return the work: one piece if it is small, else one per chunk."""
+        """Return the work: one item if the region is small, else one per chunk."""
         pieces = _pieces(self.array.grid, self.box)
         nbytes = self.box.size * self.array.spec.itemsize
         if nbytes < SMALL_NBYTES:
             return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
-        # A piece is copied where it is not contiguous; part of a chunk is written by rewriting all of it.
+        # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
         held, itemsize = decoding_nbytes(self.array.layout), self.array.spec.itemsize
         first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
         return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
 
     def write(self, pieces: Iterable["_Piece"], header: bool) -> list[Digest]:
-        """Write pieces, and before them the metadata."""
+        """Write the metadata if `header`, then the pieces."""
         if header:
             write_header(self.array, self.store)
         spec, layout, found = self.array.spec, self.array.layout, []
@@ -166,7 +166,7 @@ class _Source:
 
 
 def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes:
-    """Return the digest of a whole array in a buffer: where it lies if it lies in order, else block by block."""
+    """Return the digest of a whole array in a buffer: in place if it is contiguous, else block by block."""
     view = buffer.view(spec.shape, 0)
     if view is not None and view.flags.c_contiguous and view.dtype.isnative:
         return digest(view)
@@ -174,7 +174,7 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     block = min(16 * BLOCK_NBYTES, budget_nbytes)
     chunk = subdivide(tuple(max(n, 1) for n in spec.shape), free, spec.itemsize, block, 0)
     hasher = xxhash.xxh3_128()
-    # Leading axes are split first, so that the pieces in order are the array in C order.
+    # Leading axes are split first, so that the pieces one after the other are the array in C order.
     for piece in _pieces(ChunkGrid(spec.shape, chunk), spec.box):
         hasher.update(as_bytes(buffer.get(spec.shape, 0, _region(spec.box, piece.box))))
     return hasher.digest()
@@ -189,12 +189,12 @@ def read_plan(
     verify: str = "covered",
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Fill the rank's `buffers` as `plan` says; `verify` is ``"covered"``, ``"full"`` or ``"none"``.
+    """Run `plan`: fill the rank's `buffers`. `verify` is ``"covered"``, ``"full"`` or ``"none"``.
 
     Raises
     ------
     CorruptionError
-        If stored bytes differ from their digest. What was filled before that is undefined.
+        If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
@@ -207,7 +207,7 @@ def read_plan(
 
 @attrs.frozen
 class _Piece:
-    """What a box and chunk number `position` have in common: `whole` if `box` is all of the chunk."""
+    """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]
     position: int
@@ -232,7 +232,7 @@ def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
 
 
 def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, verify: str) -> list[Work]:
-    """Return the work of one read: one piece if it is small, else one per chunk."""
+    """Return the work of one read: one item if it is small, else one per chunk."""
     itemsize, pieces = entry.spec.itemsize, _pieces(entry.grid, read.box)
     nbytes = read.box.size * itemsize
     fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
@@ -262,7 +262,7 @@ def _read_pieces(
 
 
 def _is_read_whole(layout: Layout) -> bool:
-    """Tell whether a piece costs no less than the chunk: a small one, or one that can only be decoded whole."""
+    """Tell whether a piece costs as much as its whole chunk: if that is small, or can only be decoded whole."""
     return not is_raw(layout) or layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
 
 
@@ -279,7 +279,7 @@ def _read_checked(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -
 def _read_part(
     entry: ArrayEntry, piece: _Piece, name: str, target: Fragment, buffer: Buffer, store: Store, into: Array | None
 ) -> None:
-    """Read a piece of a plain chunk, no more: straight to where it belongs if it lies there as in the file."""
+    """Read only a piece of a plain chunk; directly into its place if its layout there is that of the file."""
     chunk, itemsize, dtype = entry.layout.chunk, entry.spec.itemsize, numpy_dtype(entry.spec.dtype)
     origin = entry.grid.box(piece.index)
     box = piece.box.relative_to(origin)
@@ -296,7 +296,7 @@ def _read_part(
 
 
 def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:
-    """Read a whole plain chunk to where it belongs, and return its digest if it is wanted."""
+    """Read a whole plain chunk into its place, and return its digest if `verify`."""
     if not verify:
         store.read_into(name, into)
         return None
@@ -309,7 +309,7 @@ def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> byt
 
 
 def _is_direct(into: Array, spec: ArraySpec, layout: Layout) -> bool:
-    """Tell whether a chunk's file starts with exactly the bytes that `into` wants, in its order."""
+    """Tell whether a chunk's file begins with exactly the bytes of `into`, in the order of its memory."""
     return (
         is_raw(layout)
         and into.flags.c_contiguous

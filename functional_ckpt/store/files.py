@@ -1,7 +1,7 @@
-"""`FileStore`: objects as files. Plain chunks are written and read here without TensorStore in between.
+"""`FileStore`: objects as files. Plain chunks are written and read here, without TensorStore.
 
-Measured (docs/adr): whole plain chunks gain nothing from TensorStore's zarr3 driver, while many small ones pay
-its open of each array, and a parallel read straight into the caller's memory is its fastest path beaten by two.
+Measured (docs/adr): for whole plain chunks TensorStore's zarr3 driver gains nothing; for many small ones opening each
+array costs more than the data; and a parallel read into the caller's memory is twice as fast as its fastest way.
 """
 
 import os
@@ -29,19 +29,19 @@ from functional_ckpt.store.directories import sync_directory, sync_file_system
 
 __all__ = ["NEW", "FileStore"]
 
-#: Suffix of a file that has not got its name yet.
+#: Suffix of a file that was written but not yet linked to its final name.
 NEW = ".new"
 
 _READ = os.O_RDONLY | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
-# Times of files come from a clock that ticks every few milliseconds.
+# The clock of file times advances only every few milliseconds.
 _SETTLED_NS = 2 * 10**9
 
 
 class _Directory:
-    """A directory that is kept open until `close`, or for as long as anybody refers to it."""
+    """A directory that is kept open until `close`, or until the last reference to it is gone."""
 
     def __init__(self, path: str) -> None:
         self.path, self.file = path, -1
@@ -49,17 +49,17 @@ class _Directory:
             self.file = os.open(path, _READ | os.O_DIRECTORY)
 
     def close(self) -> None:
-        """Close it; what is read after that fails."""
+        """Close the directory; reading fails after that."""
         file, self.file = self.file, -1
         if file >= 0:
             os.close(file)
 
     def __del__(self) -> None:
-        with suppress(OSError):  # nobody could catch it, and nothing was written
+        with suppress(OSError):  # no caller could catch it, and nothing was written
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens what is there then; the reader finds out whether it is the same.
+        # Another process opens the path again; the reader checks whether it is still the same directory.
         return _Directory, (self.path,)
 
 
@@ -67,7 +67,7 @@ class _Directory:
 class FileStore:
     """Objects as files below `root`; `sync` is ``"none"``, ``"fsync"`` (each file) or ``"syncfs"`` (at `flush`).
 
-    Nothing is written any more once the file `guard` is gone.
+    Writing fails once the file `guard` is gone.
 
     Examples
     --------
@@ -80,7 +80,7 @@ class FileStore:
     guard: str | None = None
     _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
-    # The directories written to; True while they hold names that are not durable.
+    # The directories written to; True if names in them are not synced yet.
     _directories: dict[str, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     @_prefix.default
@@ -114,7 +114,7 @@ class FileStore:
                 if synced:
                     os.fsync(file)
             except BaseException:
-                with suppress(OSError):  # it must not hide what failed
+                with suppress(OSError):  # it must not hide the first error
                     os.close(file)
                 raise
             os.close(file)
@@ -124,27 +124,27 @@ class FileStore:
             raise storage_error("writing", name, error) from error
 
     def _make(self, directory: str) -> None:
-        # Never the root itself: a late writer must not bring back an abandoned save.
+        # Never the root itself: a late rank must not create the directory of an abandoned save again.
         if directory:
             with suppress(FileExistsError):
                 os.mkdir(self._prefix + directory)
             self._directories[""] = True
 
     def check_guard(self) -> None:
-        """Raise `StorageError` if the save that writes here was given up; a rank that was late finds it out so."""
+        """Raise `StorageError` if the save that writes here was abandoned, so that a late rank stops writing."""
         if self.guard is None:
             return
         with storage_errors("looking at the claim", self.guard):
             try:
                 os.lstat(self._prefix + self.guard)
             except FileNotFoundError:
-                raise StorageError(
-                    "the save was given up or swept while this rank was writing", path=self.url,
-                    expected=f"the claim {self.guard}", found="none", remedy="Save again under a new path",
-                ) from None  # fmt: skip
+                what = "the save was abandoned or swept while this rank was writing"
+                expected = f"the claim {self.guard}"
+                remedy = "Save again under a new path"
+                raise StorageError(what, path=self.url, expected=expected, found="none", remedy=remedy) from None
 
     def publish(self, name: str, data: bytes) -> None:
-        """Write a file under another name, then link it to its own: one step, refused where there is one."""
+        """Write a file under another name, then link it to `name` in one step, which fails if `name` exists."""
         new = name + NEW
         # Synced here: a power cut must not leave the name without the content.
         self._create(new, [memoryview(data)], len(data), None, self.sync != "none")
@@ -156,11 +156,11 @@ class FileStore:
                     if not isinstance(error, FileExistsError):
                         raise
                     raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
-            with suppress(OSError):  # its other name stands, or it is for `sweep`
+            with suppress(OSError):  # the final name exists, or `sweep` removes this one
                 os.unlink(self._prefix + new)
 
     def _is_linked(self, new: str, name: str) -> bool:
-        """Tell whether a link was made although the system reported an error, as network file systems do."""
+        """Tell whether a link was made although the system reported an error, as on network file systems."""
         try:
             return os.path.samefile(self._prefix + new, self._prefix + name)
         except OSError:
@@ -176,7 +176,7 @@ class FileStore:
             try:
                 size = os.fstat(file).st_size
                 check_limit(self._prefix + name, size, limit)
-                found = os.read(file, size + 1)  # for a small file that is all
+                found = os.read(file, size + 1)  # a small file is complete now
                 if len(found) == size:
                     return found
                 with open(file, "rb", closefd=False) as rest:
@@ -195,7 +195,7 @@ class FileStore:
                 return None
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
-        """Read a file's head straight into the caller's memory."""
+        """Read the beginning of a file directly into the caller's memory."""
         with storage_errors("reading", name):
             file = self._open(name)
             try:
@@ -204,7 +204,7 @@ class FileStore:
                 os.close(file)
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
-        """Read ranges of a file, and no other pages of it, straight into the caller's memory."""
+        """Read ranges of a file, and no other pages of it, directly into the caller's memory."""
         with storage_errors("reading", name):
             file = self._open(name)
             try:
@@ -216,7 +216,7 @@ class FileStore:
                 os.close(file)
 
     def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
-        """Read a file's head block by block, in the memory of one."""
+        """Read the beginning of a file block by block, in the memory of one block."""
         block = memoryview(bytearray(min(nbytes, BLOCK_NBYTES)))
         with storage_errors("reading", name):
             file = self._open(name)
@@ -245,7 +245,7 @@ class FileStore:
                 _raise_unless_gone(error)
 
     def pinned(self) -> "FileStore":
-        """Return this store tied to the directory that is there now, which is kept open for reading."""
+        """Return this store bound to the directory that is at the root now, which is kept open for reading."""
         try:
             return attrs.evolve(self, at=_Directory(self._prefix))
         except StorageError as error:
@@ -264,13 +264,13 @@ class FileStore:
             return True
         with storage_errors("looking at", self.url):
             try:
-                # While it is open no other directory gets its number.
+                # While it is open, no other directory gets its inode number.
                 return os.path.samestat(os.stat(self.root), os.fstat(self._at.file))
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
     def stamp(self, name: str) -> object:
-        """Return number, size and time of a file; one so young that another might get the same time equals none."""
+        """Return inode number, size and time of a file; a stamp of a file written just now equals no other stamp."""
         with storage_errors("looking at", name):
             try:
                 found = self._stat(name)
@@ -298,7 +298,7 @@ class FileStore:
         return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete files, and directories that they leave empty."""
+        """Delete files, and directories that become empty."""
         for name in names:
             with storage_errors("deleting", name):
                 (self.root / name).unlink(missing_ok=True)
@@ -306,17 +306,17 @@ class FileStore:
             try:
                 (self.root / directory).rmdir()
             except OSError:
-                continue  # something else lives there
+                continue  # it holds other files
 
     def flush(self) -> None:
-        """Sync the directories of synced files, or the whole file system, as `sync` says."""
+        """Sync the directories of synced files, or the whole file system, depending on `sync`."""
         if self.sync == "none":
             return
         with storage_errors("syncing", self.url):
             if self.sync == "syncfs":
                 sync_file_system(self.root)
                 return
-            # The root last; what was made durable before is not synced again.
+            # The root last; directories synced before are not synced again.
             for directory in sorted((d for d, is_new in self._directories.items() if is_new), reverse=True):
                 sync_directory(self._prefix + directory)
                 self._directories[directory] = False
@@ -332,24 +332,23 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def _read_fully(file: int, name: str, start: int, into: memoryview, each: OnBlock | None = None) -> None:
-    """Read from byte `start` of a file until `into` is full; `each` sees blocks while they are in the cache."""
+    """Read from byte `start` of a file until `into` is full; `each` gets the blocks while they are in the cache."""
     done = 0
     while done < len(into):
         block = into[done:] if each is None else into[done : done + BLOCK_NBYTES]
         count = os.preadv(file, [block], start + done)
         if count == 0:
-            raise CorruptionError(
-                "a file is too short", path=name, expected=f"{start + len(into)} bytes", found=f"{start + done} bytes"
-            )
+            expected, found = f"{start + len(into)} bytes", f"{start + done} bytes"
+            raise CorruptionError("a file is too short", path=name, expected=expected, found=found)
         if each is not None:
             each(block[:count])
         done += count
 
 
 def _is_cached(file: int, ends: Sequence[int]) -> bool:
-    """Tell whether the bytes at `ends` lie in the page cache: asking for what is between them then only costs.
+    """Tell whether the bytes at `ends` are in the page cache: then advice to the system about ranges gains nothing.
 
-    Measured: 0.6 us a range, which on cached chunks doubles the time of a column half.
+    Measured: advice costs 0.6 us a range, which doubles the time to read half the columns of cached chunks.
     """
     if not hasattr(os, "RWF_NOWAIT"):
         return False
@@ -358,14 +357,14 @@ def _is_cached(file: int, ends: Sequence[int]) -> bool:
         return all(os.preadv(file, [byte], at, os.RWF_NOWAIT) == 1 for at in ends)
     except BlockingIOError:
         return False
-    except OSError:  # a file system that cannot tell, such as one in memory, or a bad block, which the reading meets
+    except OSError:  # a file system that cannot tell, such as one in memory; or a bad block, which the read reports
         return True
 
 
 def _advise(file: int, starts: Sequence[int], nbytes: int) -> None:
-    """Ask for the pages of ranges at once, and for no others: read-ahead would fetch what lies between.
+    """Tell the system which pages will be read, so that it fetches them at once, and none between them by read-ahead.
 
-    Measured on a cold disk: a column half of row chunks fetches 2.0 times its bytes without this, 1.0 with it.
+    Measured on a cold disk: reading half the columns of chunks fetches 2.0 times its bytes without this, 1.0 with it.
     """
     if not hasattr(os, "posix_fadvise"):
         return
@@ -392,7 +391,7 @@ def _write_all(file: int, part: memoryview, each: OnBlock | None) -> int:
     while done < len(part):
         block = part[done : done + BLOCK_NBYTES]
         if each is not None:
-            each(block)  # before the write: it then finds the block in the cache
+            each(block)  # before the write, which then finds the block in the cache
         written = os.write(file, block)
         while written < len(block):
             written += os.write(file, block[written:])

@@ -1,4 +1,4 @@
-"""What lies where no checkpoint of ours can be opened: a damaged one, an unfinished one, or another program's files."""
+"""The error for a path without a committed checkpoint: it tells what is there instead, and how to load that."""
 
 import json
 from collections.abc import Iterator
@@ -14,23 +14,23 @@ from functional_ckpt.store.temporary import is_claim_name
 
 __all__ = ["why_not"]
 
-# How our canonical JSON begins: other people have files of this name too.
+# The beginning of a manifest of functional_ckpt: other programs have files of this name too.
 _MANIFEST_BEGINNING = b'{"aliases":['
 _OURS = frozenset(["manifest.json", "provenance.json", f"zarr.json{NEW}"])
-#: So many names are looked at, files of the directory itself first.
+#: So many names are inspected, those in the directory itself first.
 _MAX_NAMES = 10_000
 
 
 @attrs.frozen
 class _Format:
-    """What another program writes, and how to come from there to here."""
+    """A format of another program, and how to load it."""
 
     name: str
     remedy: str
 
 
 def _read_by(call: str) -> str:
-    return f"Load it with {call}, and save what it returns with functional_ckpt.save"
+    return f"Load it with {call}, then save the result with functional_ckpt.save"
 
 
 _DCP = _Format("a checkpoint of torch.distributed.checkpoint (DCP)", _read_by("torch.distributed.checkpoint.load"))
@@ -39,10 +39,10 @@ _ITERATIONS = _Format("a directory of checkpoints of Megatron-LM", "Pass the pat
 _ORBAX = _Format("a checkpoint of Orbax", _read_by("orbax.checkpoint"))
 _TORCH = _Format("written by torch.save", _read_by("torch.load(..., weights_only=True)"))
 _SAFETENSORS = _Format("safetensors", _read_by("safetensors.torch.load_file"))
-_ZARR = _Format("Zarr, but no checkpoint of functional_ckpt", "Open it with zarr")
+_ZARR = _Format("Zarr, but not a checkpoint of functional_ckpt", "Open it with zarr")
 _NUMPY = _Format("written by numpy", _read_by("numpy.load"))
 
-# A file that only this format has under this name, the first that is there tells.
+# File name -> the format that has such a file; the first name that exists decides.
 _BY_NAME = {
     "latest_checkpointed_iteration.txt": _ITERATIONS,
     "common.pt": _MEGATRON,
@@ -63,7 +63,7 @@ _BY_SUFFIX = {
 
 
 def why_not(store: Store, root: bytes | None) -> StorageError:
-    """Return why the store holds no checkpoint that can be opened; `root` is what its ``zarr.json`` holds, if any.
+    """Return the error for a store without a checkpoint; `root` is the content of its ``zarr.json``, if any.
 
     Examples
     --------
@@ -75,9 +75,10 @@ def why_not(store: Store, root: bytes | None) -> StorageError:
         return _without_root(store)
     if _head(store, "manifest.json", len(_MANIFEST_BEGINNING)) == _MANIFEST_BEGINNING:
         return CorruptionError(
-            "the root is damaged: beside it is a manifest of functional_ckpt", path=f"{store.url}/zarr.json",
+            "the root is damaged: it is not the root of the manifest beside it",
+            path=f"{store.url}/zarr.json",
             remedy="Restore the file, or load another checkpoint",
-        )  # fmt: skip
+        )
     return NotACheckpointError(
         "this Zarr group is not a checkpoint of functional_ckpt", path=store.url, remedy="Open it with zarr"
     )
@@ -86,9 +87,9 @@ def why_not(store: Store, root: bytes | None) -> StorageError:
 def _without_root(store: Store) -> NotACheckpointError:
     file = _format_of_file(store)
     if file is not None:
-        return NotACheckpointError("a file is no checkpoint", path=store.url, found=file.name, remedy=file.remedy)
+        return NotACheckpointError("a file is not a checkpoint", path=store.url, found=file.name, remedy=file.remedy)
     names = list(islice(store.names(), _MAX_NAMES)) if store.capabilities.lists else []
-    # A claim is left by a save that was killed, whatever others have put beside it.
+    # A claim shows that a save was killed here, whatever other files there are.
     begun = any(is_claim_name(name) or name == f"zarr.json{NEW}" for name in names)
     foreign = None if begun else _format_of_directory(store, names)
     if foreign is not None:
@@ -98,7 +99,7 @@ def _without_root(store: Store) -> NotACheckpointError:
     elif below := sorted(set(_below(names)))[:3]:
         found, remedy = f"checkpoints in it: {', '.join(below)}", "Pass the path of one of them"
     elif begun or any(name in _OURS or (name.count("/") == 1 and _is_of_node(name)) for name in names):
-        found = "no root: a save that did not finish, or was partly deleted"
+        found = "no root: the save did not finish, or the checkpoint was partly deleted"
         remedy = "Load another checkpoint; functional_ckpt.sweep removes leftovers"
     else:
         found, remedy = f"other files: {', '.join(sorted(names)[:3])}", "Check the path"
@@ -106,7 +107,7 @@ def _without_root(store: Store) -> NotACheckpointError:
 
 
 def _below(names: list[str]) -> Iterator[str]:
-    """Yield the directories that hold what looks like a checkpoint of ours."""
+    """Yield the directories that look like checkpoints of functional_ckpt."""
     there = set(names)
     for name in names:
         directory, _, leaf = name.rpartition("/")
@@ -132,7 +133,7 @@ def _format_of_directory(store: Store, names: list[str]) -> _Format | None:
 
 
 def _megatron_backend(store: Store) -> str | None:
-    """Return what wrote the sharded half of a checkpoint, as Megatron's ``metadata.json`` tells."""
+    """Return the name of the format of a checkpoint's sharded half, from Megatron's ``metadata.json``."""
     try:
         found = json.loads(store.read("metadata.json", 2**20) or b"")
         return str(found["sharded_backend"])
@@ -141,13 +142,13 @@ def _megatron_backend(store: Store) -> str | None:
 
 
 def _format_of_file(store: Store) -> _Format | None:
-    """Return what kind of file lies at the path itself; None if there is none."""
+    """Return the format of a file at the path itself; None if the path is not a file."""
     if not isinstance(store, FileStore):
         return None
     name, beside = store.root.name, FileStore(store.root.parent)
     try:
         size = beside.nbytes_of(name)
-    except StorageError:  # a directory, above all
+    except StorageError:  # most likely a directory
         return None
     if size is None:
         return None
@@ -162,7 +163,7 @@ def _format_of_file(store: Store) -> _Format | None:
 
 
 def _head(store: Store, name: str, nbytes: int) -> bytes:
-    """Return an object's first bytes; none if it has fewer, or cannot be read."""
+    """Return the first `nbytes` bytes of an object; no bytes if it has fewer, or cannot be read."""
     head = bytearray(nbytes)
     try:
         if store.nbytes_of(name) is None:

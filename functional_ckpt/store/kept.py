@@ -1,6 +1,6 @@
-"""Files of others in the directory of a checkpoint, which a save with ``foreign="keep"`` carries to the new one.
+"""Foreign files in the directory of a checkpoint, which a save with ``foreign="keep"`` carries over to the new one.
 
-They are linked into the new directory before it takes the old one's place, so that they are there at every moment.
+They are linked into the new directory before it replaces the old one, so that they exist at every moment.
 """
 
 import os
@@ -15,14 +15,14 @@ from functional_ckpt.store.directories import sync_directory
 
 __all__ = ["carry", "carry_late"]
 
-# What file systems and systems answer that do not link this file: it is copied.
+# Errors if a file cannot be linked: then it is copied.
 _NO_LINK = (EMLINK, ENOSYS, EOPNOTSUPP, EPERM, EXDEV)
 
 
 def carry(names: Iterable[str], old: Path, new: Path, durable: bool) -> dict[str, os.stat_result]:
-    """Link what lies under these names in `old`, directories with all they hold, into `new`; return what was linked.
+    """Link the files and directories of these names in `old` into `new`, recursively; return what was linked.
 
-    A node of the checkpoint may already have a directory of such a name in `new`: files of others go beside its own.
+    A node of the checkpoint may already have a directory of this name in `new`; foreign files are added to it.
 
     Examples
     --------
@@ -37,7 +37,7 @@ def carry(names: Iterable[str], old: Path, new: Path, durable: bool) -> dict[str
     for name in _files_of(names, old):
         target = new / name
         _make_parents(old, new, name)
-        with suppress(FileNotFoundError):  # its owner has removed it
+        with suppress(FileNotFoundError):  # another process has removed it
             carried[name] = os.lstat(old / name)
             if stat.S_ISDIR(carried[name].st_mode):
                 _make_like(old / name, target)
@@ -50,7 +50,7 @@ def carry(names: Iterable[str], old: Path, new: Path, durable: bool) -> dict[str
 
 
 def carry_late(names: Iterable[str], old: Path, new: Path, carried: Mapping[str, os.stat_result]) -> tuple[str, ...]:
-    """Move what came under these names to `old` after the others were `carried`; return what failed, in words."""
+    """Move files of these names that appeared in `old` after others were `carried`; return failures as text."""
     problems: list[str] = []
     for name in _files_of(names, old):
         try:
@@ -64,12 +64,12 @@ def carry_late(names: Iterable[str], old: Path, new: Path, carried: Mapping[str,
         except FileNotFoundError:
             continue
         except OSError as error:
-            problems.append(f"{name}, which came while it was saved, could not be kept ({error})")
+            problems.append(f"{name}, which appeared during the save, could not be kept ({error})")
     return tuple(problems)
 
 
 def _files_of(names: Iterable[str], old: Path) -> list[str]:
-    """Return the files under these names, and the directories that hold none."""
+    """Return the files under these names, and the directories without files."""
     found: list[str] = []
     for name in names:
         path = old / name
@@ -101,4 +101,4 @@ def _link(old: Path, new: Path, durable: bool) -> None:
             raise
         shutil.copy2(old, new)
         if durable:
-            sync_directory(new)  # a file is synced as a directory is
+            sync_directory(new)  # works for a file too

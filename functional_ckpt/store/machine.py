@@ -1,4 +1,4 @@
-"""What this machine is called by its kernel."""
+"""The identity of this machine."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ __all__ = ["boot_id"]
 
 @cache
 def boot_id() -> str:
-    """Return what all containers of this machine and no other machine have in common, or "" if it cannot be known.
+    """Return the kernel's boot id, which all containers of this machine share, or "" if it cannot be read.
 
     Examples
     --------

@@ -273,7 +273,7 @@ class ObjectStore:
             data = self.read(self.guard)
             if data is None or is_taken(data):
                 raise StorageError(
-                    "the save was given up or swept while this rank was writing", path=self.url,
+                    "the save was abandoned or swept while this rank was writing", path=self.url,
                     expected=f"the claim {self.guard}", found="none", remedy="Save again under a new path",
                 )  # fmt: skip
             self._guarding.looked_s = now

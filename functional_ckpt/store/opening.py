@@ -1,4 +1,4 @@
-"""From a path or URL to a `Store`."""
+"""Open the `Store` of a path or URL."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from functional_ckpt.store.files import FileStore
 
 __all__ = ["directory_of", "local_path", "open_store"]
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)  # of one letter, it is a drive
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)  # a scheme of one letter would be a drive
 _BROKEN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)(.+)", re.DOTALL)
 
 
@@ -25,15 +25,15 @@ def open_store(
 ) -> Store:
     """Return the store at a path or URL; nothing is created, and no server is asked.
 
-    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (for file systems only); nothing is written once the claim `guard`
-    is gone; `access` says how to reach an object store.
+    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (for file systems only); writing fails once the claim `guard` is
+    gone. `access` says how to reach an object store.
 
     Raises
     ------
     NotImplementedYet
         For a URL scheme without a store.
     PolicyError
-        For what is neither a path nor a URL.
+        If `url` is neither a path nor a URL.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def open_store(
     """
     scheme, rest = _split(url)
     if scheme == "memory":
-        # TensorStore takes a third of a second to import, which files of plain chunks never need.
+        # Importing TensorStore takes a third of a second, and files of plain chunks do not need it.
         from functional_ckpt.store.zarr import MemoryStore
 
         return MemoryStore(rest.strip("/"))
@@ -53,7 +53,7 @@ def open_store(
         return ObjectStore(place, access, guard)
     if scheme != "file":
         raise NotImplementedYet(
-            "this version has no store for such URLs",
+            "this version has no store for this URL",
             found=f"{scheme}://{rest}",
             expected="a path, file://, memory://, " + ", ".join(f"{known}://" for known in SCHEMES),
         )
@@ -80,12 +80,13 @@ def local_path(url: str | os.PathLike[str]) -> Path:
         found = Path(rest).expanduser().absolute()
         if ".." not in found.parts:
             return found
-        # TensorStore refuses them. Links below count, those of the last name do not: it may be replaced.
+        # TensorStore refuses "..". Links in parent directories are resolved, a link at the last name is not: a save may
+        # replace it.
         return found.resolve() if found.name == ".." else found.parent.resolve() / found.name
 
 
 def directory_of(url: str | os.PathLike[str]) -> Path | None:
-    """Return what `local_path` does, or None for the URL of another store.
+    """Return the `local_path`, or None for the URL of another store.
 
     Raises
     ------
@@ -101,13 +102,13 @@ def directory_of(url: str | os.PathLike[str]) -> Path | None:
 
 
 def _split(url: object) -> tuple[str, str]:
-    """Return the scheme and what follows it; a plain path, and that of a ``file://`` URL, has the scheme ``file``."""
+    """Return the scheme and the rest; a plain path has the scheme ``file``, like that of a ``file://`` URL."""
     text = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(text, str) or not text:
         raise refuse("functional_ckpt", "path", "a path or URL", text)
     broken = _BROKEN_URL.fullmatch(text)
     if broken:
-        what = "pathlib drops a slash of a URL" if isinstance(url, PurePath) else "a URL has two slashes"
+        what = "pathlib has removed a slash of this URL" if isinstance(url, PurePath) else "a URL needs two slashes"
         remedy = f"Pass text: '{broken[1]}:{'///' if broken[1] == 'file' else '//'}{broken[2]}'"
         raise PolicyError(what, expected="a path or URL", found=text, remedy=remedy)
     match = _URL.fullmatch(text)
@@ -121,9 +122,14 @@ def _file_path(text: str) -> str:
     with storage_errors("understanding a path", text):
         parts = urlsplit(text)
     if parts.netloc not in ("", "localhost"):
-        raise PolicyError("a file URL names no other host", expected="three slashes", found=text,
-                          remedy=f"Pass 'file:///{parts.netloc}{parts.path}' for an absolute path")  # fmt: skip
+        raise PolicyError(
+            "a file URL cannot name another host",
+            expected="three slashes",
+            found=text,
+            remedy=f"Pass 'file:///{parts.netloc}{parts.path}' for an absolute path",
+        )
     if "?" in text or "#" in text:
-        raise PolicyError("a file URL has no query and no fragment", found=text,
-                          remedy="Write %3F for ? and %23 for #")  # fmt: skip
+        raise PolicyError(
+            "a file URL cannot have a query or a fragment", found=text, remedy="Write %3F for ? and %23 for #"
+        )
     return unquote(parts.path)

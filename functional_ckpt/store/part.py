@@ -1,4 +1,4 @@
-"""Part of a plain chunk: which bytes of its file hold the part, and how they lie once they are read."""
+"""Part of a plain chunk: the byte ranges of its file that hold the part, and the strides of the part once read."""
 
 from collections.abc import Iterator
 from math import prod
@@ -15,7 +15,7 @@ from functional_ckpt.store.encoding import Array
 
 __all__ = ["PART_NBYTES", "Ranges", "blocks_of", "ranges_of", "read_part"]
 
-#: More than this is not fetched at once, unless it goes straight to where it belongs.
+#: At most so many bytes are fetched at once, unless they are read directly into their place.
 PART_NBYTES = 4 * BLOCK_NBYTES
 
 
@@ -39,8 +39,8 @@ class Ranges:
 def ranges_of(chunk: tuple[int, ...], box: Box, itemsize: int, page_nbytes: int = PAGE_NBYTES) -> Ranges:
     """Return the ranges of a plain chunk's file that hold `box` (in the chunk's coordinates).
 
-    What lies less than a page apart is one range: the disk fetches the page in any case, and a call costs as much as
-    copying one.
+    Ranges less than a page apart are merged: the disk fetches the page in any case, and a call costs as much as copying
+    a page.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def ranges_of(chunk: tuple[int, ...], box: Box, itemsize: int, page_nbytes: int 
     """
     shape = box.shape
     steps = [prod(chunk[axis + 1 :]) * itemsize for axis in range(len(chunk))]
-    nbytes, inner = itemsize, len(chunk)  # axes from `inner` on lie within a range
+    nbytes, inner = itemsize, len(chunk)  # a range holds the axes from `inner` on
     for axis in reversed(range(len(chunk))):
         if shape[axis] > 1 and steps[axis] - nbytes >= page_nbytes:
             break
@@ -65,7 +65,7 @@ def ranges_of(chunk: tuple[int, ...], box: Box, itemsize: int, page_nbytes: int 
 
 
 def blocks_of(box: Box, ranges: Ranges, itemsize: int, limit_nbytes: int = PART_NBYTES) -> Iterator[Box]:
-    """Yield `box`, which takes fetching `ranges`, in pieces that take about `limit_nbytes` at most, row-major.
+    """Yield `box`, which lies in `ranges`, in pieces for which about `limit_nbytes` at most are fetched, row-major.
 
     Examples
     --------

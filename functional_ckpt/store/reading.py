@@ -22,6 +22,7 @@ from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
+from functional_ckpt.store.display import Count, displayed
 from functional_ckpt.store.encoding import array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
@@ -35,10 +36,15 @@ _BUDGET_NBYTES = 2**30
 def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked against the digest in its root.
 
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+
     Raises
     ------
     NotACheckpointError
-        If there is no committed checkpoint of ours: nothing there, something else, or a save that never finished.
+        If there is no committed checkpoint: the path is empty, holds something else, or a save did not finish there.
     CorruptionError
         If the manifest is missing or is not the one that was committed.
 
@@ -54,9 +60,9 @@ def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Ma
 
 @attrs.frozen(eq=False)
 class Opened:
-    """A committed checkpoint while it is read: never another that takes its place.
+    """A committed checkpoint, open for reading; it never reads files of another checkpoint that replaces it.
 
-    `digest` is that of the manifest, as the root records it.
+    `digest` is the digest of the manifest, from the root.
 
     Examples
     --------
@@ -75,7 +81,7 @@ class Opened:
 
     @classmethod
     def at(cls, path: str | Path, access: StorePolicy = StorePolicy(), attempts: int = 10) -> "Opened":
-        """Open the checkpoint at `path`; if another takes its place meanwhile, that one.
+        """Open the checkpoint at `path`; if another replaces it meanwhile, open that one.
 
         Raises
         ------
@@ -100,19 +106,21 @@ class Opened:
         if data is None or found != expected:
             raise CorruptionError(
                 "the manifest is missing" if data is None else "the manifest is not the one that was committed",
-                path=f"{store.url}/{MANIFEST}", expected=expected, found=found,
+                path=f"{store.url}/{MANIFEST}",
+                expected=expected,
+                found=found,
                 remedy="Restore the file, or load another checkpoint",
-            )  # fmt: skip
+            )
         return cls(store, Manifest.from_json(data), expected, manifest_digest(root or b""), stamp)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Say of what goes wrong with the storage, if it is so, that the checkpoint was replaced meanwhile.
+        """Raise `ReplacedError` for a storage error that occurs because the checkpoint was replaced meanwhile.
 
         Raises
         ------
         ReplacedError
-            Instead of the errors of storage that this leads to, such as files that are lost.
+            Instead of the storage error, such as a missing file.
         """
         try:
             yield
@@ -123,19 +131,19 @@ class Opened:
             raise
 
     def check(self) -> None:
-        """Raise `ReplacedError` unless the root is still the one that was opened: then so were all files read."""
+        """Raise `ReplacedError` if the root has been replaced; otherwise all files that were read belong to it."""
         if not self._is_same_root():
             raise self._replaced()
 
     def stands(self) -> bool:
-        """Tell whether the checkpoint is still there, as far as can be told."""
+        """Tell whether the checkpoint is still there; true if that cannot be known."""
         try:
             return self.store.is_current() and self._is_same_root()
         except StorageError:
-            return True  # nothing is known; what has gone wrong is told
+            return True  # unknown: the original error is reported
 
     def close(self) -> None:
-        """Let go of the directory that is kept open, where waiting until nobody refers to it may take long."""
+        """Close the directory, where waiting until the last reference is gone may take long."""
         self.store.unpin()
 
     def _is_same_root(self) -> bool:
@@ -145,8 +153,11 @@ class Opened:
         return root is not None and manifest_digest(root) == self._root
 
     def _replaced(self) -> ReplacedError:
-        return ReplacedError("the checkpoint was replaced or removed while it was read", path=self.store.url,
-                             remedy="If it was overwritten, load it again")  # fmt: skip
+        return ReplacedError(
+            "the checkpoint was replaced or removed while it was read",
+            path=self.store.url,
+            remedy="If it was overwritten, load it again",
+        )
 
 
 def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
@@ -160,22 +171,24 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
     try:
         attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]
         ours = attributes[FORMAT]
-        if ours["format"] != FORMAT or not isinstance(ours["manifest"], str):
+        if ours["format"] != FORMAT:
             raise KeyError("format")
         check_version(ours["version"])
+        if not isinstance(ours["manifest"], str):
+            raise TypeError("manifest")
         return attributes
     except (ValueError, KeyError, TypeError, RecursionError):
         raise why_not(store, root) from None
 
 
 def _without_arrays(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Drop what consolidated metadata repeats of every array as soon as it is parsed: a dozen values each."""
+    """Drop the consolidated metadata of each array as soon as it is parsed: it would take a dozen objects each."""
     return None if record.get("node_type") == "array" else record
 
 
 @attrs.frozen
 class VerifyReport:
-    """What `verify` found: problems name key and chunk.
+    """The result of `verify`; problems name key and chunk.
 
     Examples
     --------
@@ -200,18 +213,36 @@ def verify(
 
     Problems of root and arrays are returned, not raised.
 
+    Parameters
+    ----------
+    path
+        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+    on_bytes
+        Called from working threads with the number of bytes that were just read and compared.
+
     Raises
     ------
     NotACheckpointError, CorruptionError
-        If there is no checkpoint, or its manifest cannot be trusted.
+        If there is no checkpoint, or its manifest is damaged.
     ReplacedError
-        If it was replaced meanwhile.
+        If the checkpoint was replaced meanwhile.
     """
     opened = Opened.at(path, store)
     found_in, manifest = opened.store, opened.manifest
     work = [Work(0, lambda: _root_problem(found_in, manifest), 0)]
     work += [w for entry in manifest.arrays for w in _checks(found_in, entry)]
-    found = run_all(work, _BUDGET_NBYTES, on_bytes, found_in.capabilities.in_flight)
+    done: list[int] = []
+
+    def count(nbytes: int) -> None:
+        done.append(nbytes)
+        if on_bytes is not None:
+            on_bytes(nbytes)
+
+    def now() -> Count:
+        return Count("read", sum(done), manifest.nbytes)
+
+    with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
+        found = run_all(work, _BUDGET_NBYTES, count, found_in.capabilities.in_flight)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()
@@ -219,12 +250,12 @@ def verify(
 
 
 def _root_problem(store: Store, manifest: Manifest) -> ProblemError | None:
-    """Return a problem if the root says something else than the manifest."""
+    """Return a problem if the root does not agree with the manifest."""
     try:
         root = json.loads(store.read(ROOT) or b"")
         ours = root["attributes"][FORMAT]
         made = (json.loads(root_metadata(manifest, ours["manifest"], consolidate)) for consolidate in (True, False))
-        # Who wrote a later minor version knows what else belongs there.
+        # A later minor version may have more in the root.
         if tuple(ours["version"]) > VERSION or root in made:
             return None
     except ProblemError as error:

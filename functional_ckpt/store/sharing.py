@@ -1,4 +1,4 @@
-"""Memory to load into that cannot hold what is stored for it, or not beside the rest."""
+"""Memory to load into in which two elements of the state share bytes: the problems that this can cause."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -17,12 +17,12 @@ from functional_ckpt.store.execute import read_plan
 
 __all__ = ["Memory"]
 
-_REMEDY = "Pass copies, or save what is tied as one view of its memory"
+_REMEDY = "Pass copies, or save tied tensors as one view of their memory"
 
 
 @attrs.frozen(eq=False)
 class Memory:
-    """The buffers that shards are loaded into; `shared` are the pairs, the later first, that have elements in common.
+    """The buffers that shards are loaded into; `shared` are the pairs that share elements, the later buffer first.
 
     Examples
     --------
@@ -39,14 +39,16 @@ class Memory:
 
     @classmethod
     def of(cls, shards: Sequence[ShardSpec], buffers: Sequence[Buffer], stored: Mapping[str, ArrayEntry]) -> "Memory":
-        """Look at all buffers; an element that a view holds twice is a problem, as it would get what is read last."""
+        """Inspect all buffers; a view that holds an element twice is a problem: it cannot hold two stored elements."""
         problems: list[SpecError] = []
         shared: list[tuple[int, int]] = []
         spaces: dict[Hashable, dict[View, int]] = {}
         for position, (shard, buffer) in enumerate(zip(shards, buffers, strict=True)):
             space, view = buffer.memory()
             if view.overlaps_itself:
-                problems.append(_problem("memory to load into holds an element twice", shard, "Pass a contiguous copy"))
+                problems.append(
+                    _problem("a tensor to load into holds an element of memory twice", shard, "Pass a contiguous copy")
+                )
                 continue
             first = spaces.setdefault(space, {}).setdefault(view, position)
             if first != position and 0 not in view.shape and not _is_alike(shards[first], shard, stored):
@@ -57,19 +59,19 @@ class Memory:
         return cls(shards, buffers, tuple(sorted(shared)), tuple(problems))
 
     def budget(self, nbytes: int) -> int:
-        """Return the budget to read with: so little where memory is shared that one piece is read after the other.
+        """Return the budget to read with; if memory is shared, one so small that pieces are read one after the other.
 
-        None is then compared with its digest while another is written to its place.
+        So no piece is compared with its digest while another piece overwrites it.
         """
         return 1 if self.shared else nbytes
 
     def check(self, stored: Mapping[str, ArrayEntry], store: Store, cast: str, reshape: bool, budget: int) -> None:
-        """Compare what shares memory, once all is loaded, with what is stored for it, which is read again.
+        """After a load, compare buffers that share memory with the stored elements, which are read again.
 
         Raises
         ------
         SpecError
-            Where the memory holds something else: what is stored for the two does not go together.
+            If a buffer holds something else: the elements stored for the two buffers contradict each other.
         """
 
         def differs(position: int) -> bool:
@@ -81,11 +83,14 @@ class Memory:
         wrong = {position: differs(position) for pair in self.shared for position in pair}
         raise_problems(
             _problem(
-                f"memory is shared with that of {self.shards[early].key!r} at {self.shards[early].box.start}, "
-                "and what is stored for the two differs", self.shards[late], _REMEDY,
+                f"memory is shared with {self.shards[early].key!r} at {self.shards[early].box.start}, "
+                "and different elements are stored for the two",
+                self.shards[late],
+                _REMEDY,
             )
-            for late, early in self.shared if wrong[late] or wrong[early]
-        )  # fmt: skip
+            for late, early in self.shared
+            if wrong[late] or wrong[early]
+        )
 
 
 def _is_alike(one: ShardSpec, other: ShardSpec, stored: Mapping[str, ArrayEntry]) -> bool:

@@ -7,11 +7,12 @@ were saved with it. Nothing else in the directory is looked at, or touched.
 import json
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, StorageError
+from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, StorageError
 from functional_ckpt.plan.manifest import FORMAT
 from functional_ckpt.plan.retention import STEP, StepInfo, metrics_of
 from functional_ckpt.store.base import Store, storage_errors
@@ -19,10 +20,21 @@ from functional_ckpt.store.commit import PROVENANCE, ROOT
 from functional_ckpt.store.directories import remove_tree, sync_directory
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.reading import root_attributes
+from functional_ckpt.store.sweep import sweep
 from functional_ckpt.store.target import foreign_in
 from functional_ckpt.store.temporary import new_save_id, working_name
 
-__all__ = ["find_steps", "pin_step", "read_step", "remove_step", "step_path", "unpin_step"]
+__all__ = [
+    "check_root",
+    "find_steps",
+    "is_pinned",
+    "pin_step",
+    "read_step",
+    "remove_step",
+    "step_path",
+    "sweep_steps",
+    "unpin_step",
+]
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _PIN = ".pin"
@@ -64,13 +76,28 @@ def find_steps(root: str | os.PathLike[str]) -> dict[int, bool]:
     """
     store = open_store(root)
     names = set(store.children())
-    found = sorted(step for name in names if name[-1:] == "/" and (step := _step_of(name[:-1])) is not None)
-    return {step: _name(step) + _PIN in names for step in found if _is_committed(store, step)}
+    return {step: _name(step) + _PIN in names for step in _named(names) if _is_committed(store, step)}
+
+
+def _named(names: Iterable[str]) -> list[int]:
+    """Return the steps among the names below the root, committed or not, ascending."""
+    return sorted(step for name in names if name[-1:] == "/" and (step := _step_of(name[:-1])) is not None)
 
 
 def _is_committed(store: Store, step: int) -> bool:
     # Where a directory takes its name when it is finished that would be enough, but for one that somebody has copied.
     return store.nbytes_of(f"{_name(step)}/{ROOT}") is not None
+
+
+def is_pinned(root: str | os.PathLike[str], step: int) -> bool:
+    """Tell whether a step is pinned.
+
+    Examples
+    --------
+    >>> is_pinned("memory://pinned-example", 3)
+    False
+    """
+    return _is_pinned(open_store(root), step)
 
 
 def _is_pinned(store: Store, step: int) -> bool:
@@ -101,7 +128,7 @@ def read_step(root: str | os.PathLike[str], step: int) -> StepInfo:
     finally:
         store.unpin()
     others = {name: value for name, value in attributes.items() if name not in (FORMAT, STEP)}
-    return StepInfo(step, path, time, nbytes, metrics_of(attributes), others, _is_pinned(open_store(root), step))
+    return StepInfo(step, path, time, nbytes, metrics_of(attributes), others, is_pinned(root, step))
 
 
 def _provenance(store: Store) -> tuple[float | None, int | None]:
@@ -190,6 +217,29 @@ def _check_ours(final: Path) -> None:
             "a step is not removed: it holds what is not part of a checkpoint of functional_ckpt", path=str(final),
             found=", ".join(foreign[:5]), remedy="Move that away, or remove the directory yourself",
         )  # fmt: skip
+
+
+def sweep_steps(root: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Remove what dead saves and removals have left below `root`, also in the directories of steps; return what it was.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> sweep_steps(tempfile.mkdtemp())
+    ()
+    """
+    store = open_store(root)
+    unfinished = [step for step in _named(store.children()) if not _is_committed(store, step)]
+    beside = sweep(os.fspath(root)) if store.capabilities.rename else ()
+    return (*beside, *(name for step in unfinished for name in sweep(step_path(root, step))))
+
+
+def check_root(root: str | os.PathLike[str]) -> None:
+    """Raise `PolicyError` if `root` is itself a checkpoint: no steps are looked for in one."""
+    store = open_store(root)
+    if store.nbytes_of(ROOT) is not None:
+        raise PolicyError("the directory of a run's steps is itself a checkpoint", expected="the directory above it",
+                          found=store.url, remedy="Pass its parent, or load it with functional_ckpt.load")  # fmt: skip
 
 
 def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:

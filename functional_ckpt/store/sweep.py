@@ -1,4 +1,4 @@
-"""`sweep`: remove what dead saves have left behind, and nothing that a live one claims or a commit published."""
+"""`sweep`: remove the leftovers of dead saves, never files of live saves or of committed checkpoints."""
 
 import re
 import warnings
@@ -17,7 +17,7 @@ from functional_ckpt.store.temporary import is_claim_name, part_of
 
 __all__ = ["is_node_file", "leftover_names", "remove_leftovers", "sweep"]
 
-# How our canonical JSON begins: other people have files of these names too.
+# The beginnings of files of functional_ckpt: other programs have files of these names too.
 _BEGINNINGS = {
     "manifest.json": b'{"aliases":[',
     "provenance.json": b'{"finished":',
@@ -25,22 +25,29 @@ _BEGINNINGS = {
 }
 _HEADER = b'{"attributes":{"functional_ckpt":'
 _NODE_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__lock)?")
-# Stands for what cannot be read, such as a pipe: nothing of ours begins so.
+# Stands for the content of a file that cannot be read, such as a pipe: no file of functional_ckpt begins so.
 _UNREADABLE = b"?"
 
 
 def sweep(path: str | Path, *, store: StorePolicy = StorePolicy()) -> tuple[str, ...]:
     """Remove leftovers of dead saves in a directory, and return what was removed, sorted.
 
-    In the parent of checkpoints these are the unpublished siblings of saves that nobody runs any more; in a
-    directory that a save in ``marker`` mode left without a root, its arrays. Committed checkpoints, live
-    saves and files of others stay. In an object store it looks at all that is below the path. Whether a saver lives it
-    knows at once, or after waiting as long as the saver's lease (`StorePolicy.lease_s`): this may take a minute.
+    In the parent directory of checkpoints, leftovers are the unpublished directories of saves that were killed; in a
+    directory that a save in ``marker`` mode left without a root, its arrays. Committed checkpoints, live saves and
+    foreign files stay. In an object store it looks at everything below the path. Whether a saver is alive it knows at
+    once, or after waiting as long as the saver's lease (`StorePolicy.lease_s`): this may take a minute.
+
+    Parameters
+    ----------
+    path
+        The directory that holds the checkpoints, or one that a save in ``marker`` mode wrote into.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Warns
     -----
     CheckpointWarning
-        For each claim that was made on another machine: its lock may not be seen here, so what it stands for stays.
+        For each claim that was made on another machine: its lock may be invisible here, so the files of its save stay.
 
     Examples
     --------
@@ -55,14 +62,16 @@ def sweep(path: str | Path, *, store: StorePolicy = StorePolicy()) -> tuple[str,
         removed, doubtful = _sweep_directory(root)
     for claim in dict.fromkeys(doubtful):
         warnings.warn(
-            f"left what {claim} stands for: it was made on another machine, whose locks may not be seen from here. "
-            "Sweep there; or, if that save is dead, delete this file and sweep again", CheckpointWarning, stacklevel=2,
-        )  # fmt: skip
+            f"the files of the save with the claim {claim} were left: it ran on another machine, whose locks may be "
+            "invisible here. Sweep there; or, if that save is dead, delete the claim and sweep again",
+            CheckpointWarning,
+            stacklevel=2,
+        )
     return tuple(sorted(removed))
 
 
 def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
-    """Return what was removed, and the claims that only another machine can judge."""
+    """Return what was removed, and the claims whose state only another machine can tell."""
     removed: list[str] = []
     doubtful: list[Path] = []
     for name in listed(root):
@@ -70,7 +79,7 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
         if claim_name is None or not may_be_ours(root / name):
             continue
         claim = root / claim_name
-        # Beside its own claim, a file that is just becoming one.
+        # Beside its claim also the file of a claim that is being created.
         states = {state_of(claim), state_of(root / name) if name.endswith(NEW) else "dead"}
         if states == {"dead"}:
             (remove_tree if name.endswith(".saving") else _remove_file)(root / name)
@@ -133,28 +142,28 @@ def _content(store: Store, name: str) -> bytes:
 
 
 def _begins(data: bytes, beginning: bytes) -> bool:
-    """Tell whether `data` begins so, or was torn off within it; a power cut may leave zeros in place of the rest."""
+    """Tell whether `data` begins with `beginning`, or is a truncated part of it; zeros may follow after a power cut."""
     return beginning.startswith(data.rstrip(b"\0")[: len(beginning)])
 
 
 def _is_unnamed_root(store: Store, name: str) -> bool:
-    """Tell whether this is a root of ours that was written but not yet, or already, linked to its name."""
+    """Tell whether this is the file of a root that `publish` has written and links, or has linked, to its name."""
     return name == f"zarr.json{NEW}" and _begins(_content(store, name), b'{"')
 
 
 def leftover_names(store: Store, dead: Collection[str]) -> list[str]:
     """Return the objects that saves in marker mode wrote, if no root was ever published there; else none.
 
-    Nothing is a leftover unless a claim in `dead`, or a root that never got its name, says that a save began here. Ours
-    are then manifest and provenance, and nodes of which every object has the name of a chunk or of array metadata:
-    those that a claim names, or, where all claims are lost or torn, those with metadata of ours. Claims come last, so
-    that what a killed deletion leaves can still be told.
+    There are leftovers only if a claim in `dead`, or a root without its final name, shows that a save began here. They
+    are manifest and provenance, and nodes of which every object has the name of a chunk or of array metadata: those
+    that a claim names, or, if all claims are lost or truncated, those whose metadata functional_ckpt wrote. Claims come
+    last, so that leftovers can still be recognised if the deletion is killed.
     """
     names = sorted(store.names())
     named = [claimed_nodes(_content(store, n)) for n in names if n in dead and not n.endswith(NEW)]
     unnamed_roots = [name for name in names if _is_unnamed_root(store, name)]
     signs = [*unnamed_roots, *(name for name in names if name in dead)]
-    memory = store.url.startswith("memory://")  # nobody else writes there, and no claim is needed
+    memory = store.url.startswith("memory://")  # only this process writes there, and no claim is needed
     # A save whose claim names no nodes was killed before it could write.
     begun = memory or bool(unnamed_roots) or any(nodes != [] for nodes in named)
     if "zarr.json" in names or not begun:
@@ -182,6 +191,6 @@ def _nodes(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _is_ours(store: Store, name: str, beginning: bytes, torn_too: bool) -> bool:
-    """Tell whether an object begins as we write it; with `torn_too` also one that was torn off there, or is missing."""
+    """Tell whether an object begins as a save writes it; with `torn_too` also if it is truncated there, or missing."""
     data = _content(store, name)
     return data.startswith(beginning) or (torn_too and _begins(data, beginning))

@@ -1,4 +1,4 @@
-"""The place of a checkpoint: what may be replaced there, and the step in which a finished directory takes it."""
+"""The final place of a checkpoint: what may be replaced there, and the step that renames the finished directory."""
 
 import json
 import os
@@ -48,7 +48,7 @@ __all__ = [
 ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
 _PICKLE = b"\x80"
 _DCP_FILE = re.compile(r"__\d+(_\d+\.distcp|\.metadata)")
-#: What DCP's own checkpoints have, and programs look for.
+#: The file that DCP's own checkpoints have, and that programs look for.
 METADATA_FILE = ".metadata"
 METADATA_TEXT = (
     b"A checkpoint of functional_ckpt, for programs that look for a file of this name. There is no pickle in it.\n"
@@ -57,10 +57,10 @@ METADATA_TEXT = (
 
 @attrs.frozen
 class Replaceable:
-    """What a save may replace: what was there when it began, and what a save of `earlier`, begun before it, puts there.
+    """What a save may replace: the checkpoint that was there when it began, and those of the `earlier` saves.
 
     So of two saves to one path the one that began last stays, whichever ends last. `checkpoints` allows it to replace a
-    checkpoint, `keeps_foreign` says that files of others are carried over.
+    checkpoint; with `keeps_foreign`, foreign files are carried over.
     """
 
     identity: Identity | None
@@ -69,7 +69,7 @@ class Replaceable:
     keeps_foreign: bool = False
 
     def require(self, found_at: Path, final: Path) -> Identity | None:
-        """Return what tells the checkpoint at `found_at` from others; fail if it was saved to `final` too late."""
+        """Return the identity of the checkpoint at `found_at`; raise if this save may not replace it at `final`."""
         found = identity_of(found_at)
         if found == self.identity:
             return found
@@ -80,9 +80,11 @@ class Replaceable:
         if save_id in self.earlier:
             return found
         raise AlreadyExistsError(
-            "another checkpoint was saved here after this save had begun", path=str(final), found=f"save {save_id}",
-            remedy="It stays; save again if this one is to replace it",
-        )  # fmt: skip
+            "another checkpoint was saved here after this save had begun",
+            path=str(final),
+            found=f"save {save_id}",
+            remedy="The other checkpoint stays; save again to replace it",
+        )
 
 
 def manifest_digest(data: bytes) -> str:
@@ -91,15 +93,15 @@ def manifest_digest(data: bytes) -> str:
 
 
 def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = None) -> tuple[str, ...]:
-    """Fail unless a directory may take this place: nothing, an empty one, or with `overwrite` a checkpoint of ours.
+    """Raise unless a save may use this path: it must be free, an empty directory, or with `overwrite` a checkpoint.
 
-    Files of others are refused; but if the names `needed` by the new checkpoint are given, only those that have one of
-    them, and the rest is returned. A checkpoint of DCP may be replaced then, too.
+    Foreign files are an error. But if the names `needed` by the new checkpoint are given, only foreign files with one
+    of these names are, and the others are returned; a checkpoint of DCP may be replaced then, too.
 
     Raises
     ------
     AlreadyExistsError
-        If something else is there, or what nothing can replace.
+        If something else is there, or something that cannot be replaced.
     """
     try:
         found = os.stat(final)
@@ -110,24 +112,28 @@ def check_target(final: Path, overwrite: bool, needed: Collection[str] | None = 
     fixed = why_fixed(final)
     if fixed is not None:
         raise AlreadyExistsError(
-            f"the path is {fixed}, which another directory cannot replace", path=str(final),
+            f"the path is {fixed}, which cannot be replaced",
+            path=str(final),
             remedy="Save to a directory below it, or use commit='marker'",
-        )  # fmt: skip
+        )
     nodes, foreign = _foreign_in(final)
     if overwrite and needed is not None:
         foreign = [name for name in foreign if not is_of_dcp(final / name)]
     if foreign and needed is None:
         raise AlreadyExistsError(
-            "the path holds files that are not part of a checkpoint of functional_ckpt", path=str(final),
+            "the path holds files that are not part of a checkpoint of functional_ckpt",
+            path=str(final),
             found=", ".join(foreign[:5]),
-            remedy="Save under a new path, or pass SavePolicy(foreign='keep'); what is not ours is never replaced",
-        )  # fmt: skip
+            remedy="Save under a new path, or pass SavePolicy(foreign='keep') to carry them over",
+        )
     taken = sorted({*foreign} & {ROOT, MANIFEST, PROVENANCE, METADATA_FILE, *(needed or ())})
     if taken:
         raise AlreadyExistsError(
-            "names that the checkpoint needs are taken by others", path=str(final), found=", ".join(taken[:5]),
-            remedy="Save under a new path; what is not ours is never replaced",
-        )  # fmt: skip
+            "other files have names that the checkpoint needs",
+            path=str(final),
+            found=", ".join(taken[:5]),
+            remedy="Save under a new path, or move these files: they are never replaced",
+        )
     if nodes is not None and not overwrite:
         raise AlreadyExistsError(
             "the path holds a checkpoint", path=str(final), remedy="Pass overwrite=True, or save under a new path"
@@ -169,7 +175,7 @@ def _committed_nodes(final: Path) -> frozenset[str] | None:
 
 
 def _foreign_names(final: Path, names: list[str], nodes: frozenset[str] | None) -> list[str]:
-    """Return which of the names in a directory are no part of the checkpoint there; all of them if there is none."""
+    """Return the names in a directory that are not part of the checkpoint there; all of them if there is none."""
     if nodes is None:
         return names
     foreign: list[str] = []
@@ -189,7 +195,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def is_of_dcp(path: Path) -> bool:
-    """Tell whether this is one of the files of a checkpoint of DCP, which are pickles.
+    """Tell whether this is a file of a checkpoint of DCP, which are pickles.
 
     Examples
     --------
@@ -216,9 +222,9 @@ def put_in_place(
     durable: bool,
     confirm: Callable[[], None],
 ) -> tuple[str, ...]:
-    """Give the finished directory `work` the name `final`; return what failed after that, in words.
+    """Rename the finished directory `work` to `final`; return failures after that step as text.
 
-    A checkpoint there is replaced if it is `replaceable`.
+    A checkpoint at `final` is replaced if it is `replaceable`.
 
     Raises
     ------
@@ -227,19 +233,21 @@ def put_in_place(
     """
     mine = identity_of(work)
     if mine is None:
-        raise StorageError("the directory that was written is gone", path=str(work), remedy="Save again")
+        raise StorageError("the directory of this save has disappeared", path=str(work), remedy="Save again")
     if replaceable is not None and is_directory(final) and os.listdir(final):
         return _replace(work, final, replaceable, durable, confirm)
     notes = _keep_mode(final, work) if is_directory(final) else []
     confirm()
     try:
-        os.rename(work, final)  # onto nothing or an empty directory; anything else is refused by the system
+        os.rename(work, final)  # to a free name or an empty directory; the system refuses anything else
     except OSError as error:
         if _is_at(final, mine):
             notes.append(f"the system reported an error ({error})")
         elif error.errno in (EEXIST, ENOTEMPTY, ENOTDIR):
             found = error.strerror
-            raise AlreadyExistsError("the path appeared while saving", path=str(final), found=found) from error
+            raise AlreadyExistsError(
+                "the path was created by another process during the save", path=str(final), found=found
+            ) from error
         else:
             raise
     return (*notes, *(synced(final.parent) if durable else ()))
@@ -248,9 +256,9 @@ def put_in_place(
 def _replace(
     work: Path, final: Path, replaceable: Replaceable, durable: bool, confirm: Callable[[], None]
 ) -> tuple[str, ...]:
-    """Change places with the checkpoint at the path, if it is the one to replace, and remove that."""
+    """Exchange the new directory with the checkpoint at the path, if that is `replaceable`, and remove the old one."""
     needed = os.listdir(work) if replaceable.keeps_foreign else None
-    # Files of others may have come while we were writing.
+    # Foreign files may have appeared during the save.
     foreign = check_target(final, replaceable.checkpoints, needed)
     replaced = replaceable.require(final, final)
     carried = carry(foreign, final, work, durable)
@@ -267,25 +275,25 @@ def _replace(
     try:
         remove_tree(work)
     except OSError as error:
-        notes.append(f"the checkpoint that it replaces is left to functional_ckpt.sweep at {work} ({error})")
+        notes.append(f"the old checkpoint could not be removed; functional_ckpt.sweep removes it at {work} ({error})")
     return tuple(notes)
 
 
 def _carried_late(work: Path, final: Path, carried: Mapping[str, os.stat_result]) -> tuple[str, ...]:
-    """Keep files that others have put at the path between our look and the exchange; return what failed, in words."""
+    """Keep foreign files that appeared at the path between the check and the exchange; return failures as text."""
     try:
         return carry_late(check_target(work, True, ()), work, final, carried)
     except (OSError, CheckpointError) as error:
-        return (f"files of others that came meanwhile could not be looked for ({error})",)
+        return (f"a search for files that other programs added during the save failed ({error})",)
 
 
 def exchange(work: Path, final: Path) -> tuple[str, ...]:
-    """Exchange two directories; return what the system says has failed although it has not, in words.
+    """Exchange two directories; return as text an error that the system reported although they were exchanged.
 
     Raises
     ------
     StorageError
-        If they are where they were.
+        If they were not exchanged.
     """
     with storage_errors("looking at", str(work)):
         mine = identity_of(work)
@@ -299,9 +307,9 @@ def exchange(work: Path, final: Path) -> tuple[str, ...]:
 
 
 def _looked_at(work: Path, final: Path, replaced: Identity | None, replaceable: Replaceable) -> str | None:
-    """Make sure that what was exchanged away is what was looked at before; return why it has to be left, in words.
+    """Check that the directory which was exchanged away is `replaced`; return as text why it must be left.
 
-    Another save may have published between our look and the exchange. It came later: the exchange is undone.
+    Another save may have published between the check and the exchange. It began later: the exchange is undone.
     """
     try:
         if identity_of(work) != replaced:
@@ -310,15 +318,15 @@ def _looked_at(work: Path, final: Path, replaced: Identity | None, replaceable: 
         try:
             exchange_paths(work, final)
         except StorageError as error:
-            return f"it has replaced one that was saved meanwhile, which is left at {work} ({error})"
+            return f"this save has replaced a checkpoint that was saved meanwhile, which is left at {work} ({error})"
         raise
     except (OSError, StorageError) as error:
-        return f"the checkpoint that it replaces could not be looked at, and is left at {work} ({error})"
+        return f"the old checkpoint could not be read, and is left at {work} ({error})"
     return None
 
 
 def _is_at(final: Path, mine: Identity | None) -> bool:
-    """Tell whether a step took effect although the system reported an error, as network file systems do."""
+    """Tell whether a step took effect although the system reported an error, as on network file systems."""
     try:
         return identity_of(final) == mine
     except OSError:
@@ -326,7 +334,7 @@ def _is_at(final: Path, mine: Identity | None) -> bool:
 
 
 def _keep_mode(final: Path, work: Path) -> list[str]:
-    """Give the new directory the group and mode of the one that it replaces; return what failed."""
+    """Give the new directory the group and mode of the one that it replaces; return failures as text."""
     old, new = os.stat(final), os.stat(work)
     try:
         if old.st_gid != new.st_gid:
@@ -339,9 +347,9 @@ def _keep_mode(final: Path, work: Path) -> list[str]:
 
 
 def synced(directory: Path) -> tuple[str, ...]:
-    """Make the new name durable; the checkpoint is there already, so that a failure is returned in words."""
+    """Sync the new name; the checkpoint is published already, so a failure is returned as text."""
     try:
         sync_directory(directory)
     except OSError as error:
-        return (f"a power cut may undo it: {directory} could not be synced ({error})",)
+        return (f"a power cut may undo this save: {directory} could not be synced ({error})",)
     return ()

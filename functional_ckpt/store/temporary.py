@@ -1,7 +1,7 @@
-r"""Names of what stands in a directory only while a save runs, or after it was killed.
+r"""Names of temporary files and directories, which exist while a save runs, or after it was killed.
 
-Programs find checkpoints by patterns that match anywhere in a name, such as ``step-(\d+)``, and delete what is not the
-newest. So these names hold neither the name of the checkpoint nor a digit.
+Programs find checkpoints by patterns that match anywhere in a name, such as ``step-(\d+)``, and delete all but the
+newest. So these names contain neither the name of the checkpoint nor a digit.
 """
 
 import re
@@ -18,7 +18,7 @@ _WITHIN = re.compile(rf"\.{_ID}\.claim(\.new|\.abandoned)?")
 
 
 def new_save_id() -> str:
-    """Return what tells one save from all others: 64 random bits, in letters."""
+    """Return the unique id of a save: 64 random bits, as letters."""
     return secrets.token_hex(8).translate(_LETTERS)
 
 
@@ -62,7 +62,7 @@ def claims_for(name: str, found: list[str]) -> tuple[str, ...]:
 
 
 def part_of(name: str) -> str | None:
-    """Return the claim that stands for what is named so beside checkpoints; None if no save gives such a name.
+    """Return the name of the claim to which a temporary file of this name belongs; None if no save gives such a name.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def part_of(name: str) -> str | None:
 
 
 def is_claim_name(name: str) -> bool:
-    """Tell whether a file is named as the claim of a save in marker mode.
+    """Tell whether a file has the name of a claim of a save in marker mode.
 
     Examples
     --------

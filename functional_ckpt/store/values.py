@@ -19,10 +19,16 @@ from functional_ckpt.plan.manifest import canonical
 from functional_ckpt.store.data_types import DATA_DECODERS, encode_data
 
 __all__ = [
-    "MAX_INLINE_NBYTES", "decode_text", "decode_value", "encode_value", "is_plain", "plain_text", "refuse_colliding",
-]  # fmt: skip
+    "MAX_INLINE_NBYTES",
+    "decode_text",
+    "decode_value",
+    "encode_value",
+    "is_plain",
+    "plain_text",
+    "refuse_colliding",
+]
 
-#: Longest text of a value that stands in the manifest; a longer one is an array of its bytes.
+#: Longest text of a value in the manifest; a longer one is stored as an array of bytes.
 MAX_INLINE_NBYTES = 64 * 2**10
 
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, struct.error, RuntimeError, ArithmeticError)
@@ -185,9 +191,9 @@ def _spread(items: Iterable[Any]) -> list[Any]:
 
 
 def refuse_colliding(items: Iterable[Hashable]) -> None:
-    """Raise ValueError if so many items have one hash that a set of them would take the square of their number.
+    """Raise ValueError if so many items have one hash that building a set of them would take quadratic time.
 
-    Nobody holds such values, but ints that differ by multiples of 2**61 - 1 are easily written.
+    Real states have no such values, but a file made to attack a reader can: ints that differ by multiples of 2**61 - 1.
 
     Examples
     --------
@@ -276,5 +282,5 @@ def _torch_dtype(name: str) -> Any:
     torch = _torch()
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is no data type")
+        raise TypeError(f"torch.{name} is not a data type")
     return dtype

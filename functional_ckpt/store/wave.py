@@ -1,4 +1,4 @@
-"""What a rank does with the pieces of one wave: which are here, which leave and which come, and where each one lies."""
+"""The pieces of one wave, from the point of view of a rank: which it keeps, sends and receives, and their places."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -28,23 +28,23 @@ def waves_of(pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> Iterator
 
 @attrs.frozen(eq=False)
 class Wave:
-    """Rows of one wave by what happens to them: `here` stay on this rank, the others are listed by the other rank.
+    """The rows of one wave: `here` are those that stay on this rank, the others are grouped by the other rank.
 
-    `held` are in this rank's buffers and belong to chunks of others; `foreign` are in others' buffers and belong to
-    chunks of this rank. Both sides of a message list its pieces in the same order.
+    `held` are in this rank's buffers and belong to chunks of other ranks; `foreign` are in the buffers of other ranks
+    and belong to chunks of this rank. Both ranks of a message list its pieces in the same order.
     """
 
     arrays: Sequence[ArrayPlan]
     here: tuple[int, ...]
     held: dict[int, list[int]]
     foreign: dict[int, list[int]]
-    #: Of each row: number of its array, of the chunk in the array, of the shard, where its fragment begins, elements.
+    #: For each row: numbers of its array, chunk and shard, first element of its fragment, and size in elements.
     array: list[int]
     chunk: list[int]
     shard: list[int]
     run: list[int]
     size: list[int]
-    #: Corners of regions and fragments row after row, `width` numbers each: a list for each would be five a row.
+    #: Corners of regions and fragments, flattened, `width` numbers a row: this takes fewer objects than lists of rows.
     width: int
     start: list[int]
     stop: list[int]
@@ -69,9 +69,7 @@ class Wave:
         array, chunk, shard, run, size = (column.tolist() for column in numbers)
         start, stop, low, high = (corner.ravel().tolist() for corner in corners)
         width = pieces.start.shape[1]
-        return cls(
-            arrays, tuple(here), held, foreign, array, chunk, shard, run, size, width, start, stop, low, high
-        )  # fmt: skip
+        return cls(arrays, tuple(here), held, foreign, array, chunk, shard, run, size, width, start, stop, low, high)
 
     def place_of(self, row: int) -> tuple[int, int]:
         """Return the numbers of a piece's array and chunk."""
@@ -84,7 +82,7 @@ class Wave:
         return plan.spec.box if grid.is_single else grid.box(grid.index(chunk))
 
     def in_chunk(self, row: int, box: Box) -> tuple[Any, ...]:
-        """Return where a piece lies in its chunk, whose cells are `box`."""
+        """Return the region of a piece within its chunk, whose cells are `box`."""
         return region_of(box.start, self._of(self.start, row), self._of(self.stop, row))
 
     def shape_of(self, row: int) -> tuple[int, ...]:
@@ -108,7 +106,7 @@ class Wave:
         return sum(self.size[row] * self.arrays[self.array[row]].spec.itemsize for row in rows)
 
     def parts_of(self, rows: Sequence[int], message: Array) -> Iterator[tuple[int, Array]]:
-        """Yield the pieces of a message with their rows: views where they are aligned, else copies."""
+        """Yield the pieces of a message with their rows: views if they are aligned, else copies."""
         offset = 0
         for row in rows:
             dtype, shape = self.dtype_of(row), self.shape_of(row)
@@ -121,11 +119,11 @@ class Wave:
         return _between(self._of(self.low, row), self._of(self.high, row))
 
     def _in_fragment(self, row: int) -> tuple[Any, ...]:
-        """Return where a piece lies in its fragment."""
+        """Return the region of a piece within its fragment."""
         return region_of(self._of(self.low, row), self._of(self.start, row), self._of(self.stop, row))
 
     def _of(self, corners: list[int], row: int) -> list[int]:
-        """Return a corner of a row, without the extents of 1 that stand in front of arrays of a lower rank."""
+        """Return a corner of a row, without the leading entries that pad arrays with fewer dimensions."""
         end = (row + 1) * self.width
         return corners[end - len(self.arrays[self.array[row]].spec.shape) : end]
 

@@ -1,4 +1,4 @@
-"""Many small and few large pieces of work on a few threads, within a byte budget."""
+"""Run many small and few large tasks on a few threads, within a byte budget."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -10,8 +10,8 @@ import attrs
 
 __all__ = ["SMALL_NBYTES", "Work", "run_all", "thread_count"]
 
-#: Below this a piece is mostly Python and short system calls, where threads only wait for one another (measured: two
-#: threads take 1.4 times as long as one).
+#: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
+#: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
 
 
@@ -59,10 +59,10 @@ def run_all(
 ) -> list[object]:
     """Run all `work` and return the results in order; after the first failure nothing more begins.
 
-    Large pieces run on threads, one at a time each, and there are only as many threads as `budget_nbytes` allows of the
-    largest piece; this thread does the small ones and then helps. Where each piece waits for a server, `in_flight` of
-    them run at a time, large and small, as far as what they hold keeps to the budget: each counts three times, since
-    requests are copied on their way.
+    Large tasks run on threads, one at a time each; there are only so many threads that the largest task on each fits
+    into `budget_nbytes`. This thread runs the small tasks and then helps. If each task waits for a server,
+    `in_flight` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
+    three times, since requests are copied on their way.
 
     Examples
     --------
@@ -105,19 +105,19 @@ def _run_on_threads(
     failures: list[BaseException],
 ) -> None:
     """Let this thread do what is `mine`, and up to `count` threads, this one at last, what is for all of them."""
-    # One iterator for all threads: taking its next item is atomic.
+    # All threads share one iterator of these tasks: taking its next item is atomic.
     todo = iter(all_of)
     helpers = [Thread(target=drain, args=(todo,)) for _ in range(min(count, len(all_of)) - 1)]
     started: list[Thread] = []
     try:
-        with suppress(RuntimeError):  # there are too many threads, or the interpreter ends: then with fewer
+        with suppress(RuntimeError):  # too many threads, or the interpreter is shutting down: go on with fewer
             for helper in helpers:
                 helper.start()
                 started.append(helper)
         drain(chain(mine, todo))
         for helper in started:
             helper.join()
-    except BaseException as error:  # an interrupt: nobody may go on with the caller's memory after we return
+    except BaseException as error:  # an interrupt: no thread may use the caller's memory after this returns
         failures.append(error)
         for helper in started:
             helper.join()

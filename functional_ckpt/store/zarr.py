@@ -1,4 +1,4 @@
-"""TensorStore at work: codecs, chunks with several writers, and the in-memory store."""
+"""The uses of TensorStore: codecs, chunks with several writers, and the in-memory store."""
 
 import json
 import os
@@ -23,23 +23,23 @@ __all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "refuse_
 _NO_LIMIT = 2**63
 
 
-#: The process that has loaded TensorStore.
+#: Id of the process that has loaded TensorStore.
 _PROCESS = os.getpid()
 
 
 def refuse_forked() -> None:
-    """Raise where TensorStore would abort the process."""
+    """Raise in a forked process, which TensorStore would abort."""
     if os.getpid() != _PROCESS:
         raise StorageError(
-            "TensorStore cannot be used in a process that was forked from one that has loaded it",
-            remedy="Start the process by spawn, or use a file system and no codecs there",
+            "TensorStore cannot be used in a process that was forked from one that had loaded it",
+            remedy="Start the process by 'spawn'; or use a file system, no codecs and no shared chunks there",
         )
 
 
 @cache
 def _context(sync: bool) -> ts.Context:
-    # One context for all of `memory://`: its objects live in it, as long as the process. Locking "os" keeps two
-    # processes that update one chunk file apart (measured: nothing lost; "none" loses rows).
+    # One context for all of `memory://`: it holds the objects for the life of the process. Locking "os" prevents two
+    # processes from updating one chunk file at once (measured: nothing is lost; "none" loses rows).
     return ts.Context({"file_io_locking": {"mode": "os"}, "file_io_sync": sync})
 
 
@@ -80,11 +80,11 @@ class MemoryStore:
             if before.state == "value":
                 raise AlreadyExistsError("an object exists already", path=name, found=self.url)
             stamp = kv.write(name, data, if_equal=before.stamp.generation).result()
-        if not stamp.generation:  # how TensorStore says that the condition did not hold
+        if not stamp.generation:  # TensorStore's sign that the condition did not hold
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
 
     def publish(self, name: str, data: bytes) -> None:
-        """Write a new object; every write here is whole."""
+        """Write a new object; every write to memory is atomic."""
         self.create(name, [memoryview(data)], len(data))
 
     def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
@@ -102,7 +102,7 @@ class MemoryStore:
         return None if data is None else len(data)
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
-        """Copy an object's head into `into`."""
+        """Copy the beginning of an object into `into`."""
         self.read_ranges(name, (0,), len(into), into)
         if each is not None:
             each(into)
@@ -117,7 +117,7 @@ class MemoryStore:
         into[:] = b"".join([data[start : start + nbytes] for start in starts])
 
     def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
-        """Show an object's head to `each`."""
+        """Call `each` with the beginning of an object."""
         self.read_into(name, memoryview(bytearray(nbytes)), each)
 
     def names(self) -> Iterator[str]:
@@ -155,10 +155,10 @@ class MemoryStore:
             kv.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result()
 
     def check_guard(self) -> None:
-        """Do nothing: only this process saves here, and its claim is in its own memory."""
+        """Do nothing: only this process saves to its memory."""
 
     def flush(self) -> None:
-        """Do nothing: memory is as durable as its process."""
+        """Do nothing: memory cannot be synced."""
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's memory driver at `prefix`."""
@@ -170,16 +170,16 @@ class MemoryStore:
 
 
 def open_array(store: Store, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
-    """Open an array whose metadata is known, without reading it.
+    """Open an array from known metadata, without reading its ``zarr.json``.
 
-    A missing chunk is an error on read, and a chunk of zeros is stored: absence never means zero.
+    Reading a missing chunk is an error, and a chunk of zeros is stored: a missing chunk never means zeros.
     """
     context = _context(store.sync == "fsync" or not store.capabilities.shared)
     return _opened(store.kvstore(f"{node_name(spec.key)}/"), context, spec, layout)
 
 
 def _opened(kvstore: dict[str, Any], context: ts.Context, spec: ArraySpec, layout: Layout) -> ts.TensorStore:
-    # Only data types and ranks of our own table arrive here: TensorStore aborts the process on some others.
+    # Data types and numbers of dimensions were checked before: TensorStore aborts the process on some others.
     with storage_errors("opening", spec.key):
         return ts.open(
             {
@@ -198,7 +198,7 @@ def _opened(kvstore: dict[str, Any], context: ts.Context, spec: ArraySpec, layou
 def encode_chunk(spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
     """Return the bytes of the file of the whole chunk whose cells are `box`.
 
-    Encoded in memory and written by the store: TensorStore would replace a file that is there already.
+    The chunk is encoded in memory and written by the store: TensorStore would replace an existing file.
 
     Examples
     --------
@@ -226,10 +226,10 @@ def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int,
     Raises
     ------
     CorruptionError
-        If no codec understands them.
+        If the codecs cannot decode them.
     """
     refuse_forked()
-    context = ts.Context()  # a memory of its own, which ends with it
+    context = ts.Context()  # a separate memory store, which ends with the context
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     memory = {"driver": "memory"}
     try:

@@ -1,11 +1,11 @@
 """bfloat16 and the float8 family as data types of zarr-python.
 
-zarr-python knows none of them, and one array of an unknown type makes it refuse to list the
-whole group. Importing this module registers the names that nobody registered before; from
-zarr 3.4.1 on, our ``zarr.data_type`` entry points do that without an import.
+zarr-python does not know them, and it cannot list a group that has an array of an unknown type.
+Importing this module registers those names that are not registered yet; from zarr 3.4.1 on, the
+``zarr.data_type`` entry points of functional_ckpt do that without an import.
 
-zarr-python itself leaves out a chunk that equals the fill value, and for these types it takes
--0.0 for 0.0: write with ``config={"write_empty_chunks": True}`` where that sign matters.
+When zarr-python itself writes, it omits chunks that equal the fill value, and for these types it
+takes -0.0 for 0.0: write with ``config={"write_empty_chunks": True}`` if that sign matters.
 
 Examples
 --------
@@ -32,7 +32,7 @@ import numpy as np
 from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.dtype import ZDType, data_type_registry
 
-try:  # where zarr >= 3.4 keeps it; its old home warns there
+try:  # its place in zarr >= 3.4, where importing it from the old place warns
     from zarr.errors import (  # type: ignore[attr-defined, unused-ignore]
         DataTypeValidationError,
     )
@@ -57,17 +57,17 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 def _registered(cls: _Class) -> _Class:
-    """Return the class zarr uses for this name: `cls`, unless another was there first.
+    """Return the class that zarr uses for this name: `cls`, unless another is registered already.
 
-    The module attribute, which is what an entry point loads, is thereby never a rival of a
-    class that zarr or somebody else brought.
+    So the module attribute, which the entry point loads, is always the registered class, even if
+    zarr or another package has registered its own.
     """
     return cast("_Class", data_type_registry.contents.setdefault(cls._zarr_v3_name, cls))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
-    """What the types share; a subclass names its ml_dtypes scalar and its Zarr v3 name."""
+    """Base of the data types; a subclass names its ml_dtypes scalar and its Zarr v3 name."""
 
     scalar: ClassVar[type[Any]]
     _writes_numbers: ClassVar[bool] = True
@@ -145,16 +145,16 @@ class _MlFloat(ZDType[np.dtype[Any], np.generic], HasItemSize):
         return cast("np.generic", np.frombuffer(raw, self.scalar)[0])
 
     def _from_text(self, text: str) -> np.generic:
-        # Never hand text to the scalar type itself: ml_dtypes 0.6 crashes on what it cannot parse.
+        # Text is never passed to the scalar type itself: ml_dtypes 0.6 crashes on text that it cannot parse.
         if text in _SPECIAL:
             return self._from_float(_SPECIAL[text])
         if text.startswith("0x") and len(text) == 2 + 2 * self.item_size:
             return self._from_bits(int(text, 16))
-        raise TypeError(f"{text!r} is no fill value of {self._zarr_v3_name}")
+        raise TypeError(f"{text!r} is not a fill value of {self._zarr_v3_name}")
 
 
-# HasEndianness is for items of several bytes only: without it zarr writes a ``bytes`` codec that
-# names no endian, and TensorStore refuses the array.
+# HasEndianness is for items of several bytes: without it zarr writes a ``bytes`` codec without
+# `endian`, and TensorStore refuses the array.
 @_registered
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(_MlFloat, HasEndianness):

@@ -1,7 +1,7 @@
 """Property-test your own sharding code: Hypothesis strategies and laws for boxes, shards, worlds and plans.
 
 `functional_ckpt.testing.strategies` generates values, `functional_ckpt.testing.laws` checks them, and
-`functional_ckpt.testing.model` is the numpy model that both stand on. Strategies need Hypothesis (the extra
+`functional_ckpt.testing.model` is the numpy model that both use. Strategies need Hypothesis (the extra
 ``functional_ckpt[testing]``); laws and model do not, and none of them needs torch or pytest.
 
 Once installed, ``st.from_type(Box)`` and its like work by themselves: Hypothesis calls
@@ -41,7 +41,7 @@ _BY_TYPE = {
 def register_type_strategies() -> None:
     """Make ``hypothesis.strategies.from_type`` know the values of this library.
 
-    Only the types are imported now; the strategies are when a type is first asked for.
+    Only the types are imported now; the strategies are imported when a type is first used.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Strategies for what goes wrong: valid worlds with one fault, and manifests that somebody damaged."""
+"""Strategies for faults: worlds with one fault, and damaged manifests."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ __all__ = ["Fault", "corruptions", "mangled_manifests"]
 
 @attrs.frozen
 class Fault:
-    """A world with one fault, and what must be said of it when replicas are declared.
+    """A world with one fault, and a problem that a check of it (with declared replicas) must report.
 
-    `error` is the class of one of the problems; that problem names `key`, and `rank` unless it is None (a shard
-    that is gone names no rank).
+    `error` is the class of the problem; it names `key`, and `rank` unless that is None (for a missing shard there is
+    no rank to name).
     """
 
     world: World
@@ -41,7 +41,7 @@ class Fault:
 
 @attrs.frozen
 class _Target:
-    """A shard to spoil: where it is, how many shards its key has, how many copies it has (itself included)."""
+    """A shard to corrupt: its place, the number of shards of its key, and of its copies (itself included)."""
 
     rank: int
     position: int
@@ -52,7 +52,7 @@ class _Target:
 
 @st.composite
 def corruptions(draw: DrawFn, world: World) -> Fault:
-    """Generate worlds that differ from the valid `world` in one shard and are not valid any more.
+    """Generate worlds that differ from the valid `world` in one shard and are invalid.
 
     Kinds: another shape, another data type, a wrong offset, a dropped shard, a doubled or a missing main replica.
 
@@ -168,9 +168,9 @@ def _with(world: World, t: _Target, shards: Sequence[ShardSpec]) -> World:
 
 @st.composite
 def mangled_manifests(draw: DrawFn) -> bytes:
-    """Generate what may lie where a manifest should: any bytes, damaged text, and well-formed JSON that lies.
+    """Generate content of a damaged manifest file: any bytes, damaged text, and well-formed JSON with wrong values.
 
-    Some of it is still a manifest.
+    Some of it is still a valid manifest.
 
     Examples
     --------

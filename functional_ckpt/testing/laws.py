@@ -1,8 +1,8 @@
 """Laws: plain functions that raise `AssertionError` when sharding, layout or planning code breaks one.
 
-They know nothing of Hypothesis or pytest and re-derive what they check in the most obvious way, by counting
-cells and slicing numpy arrays, never with the code under test. Worlds of huge arrays are fine where a law
-takes only specs: cells are counted in blocks between the edges of boxes.
+They do not use Hypothesis or pytest, and they compute what they check in the most obvious way, by counting
+cells and slicing numpy arrays, never with the code under test. A law that takes only specs also works for huge
+arrays: cells are counted in blocks between the edges of boxes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,16 @@ from functional_ckpt.spec.sharding import Fragment, ShardSpec, World, fragments
 from functional_ckpt.testing import model
 
 __all__ = [
-    "check_fragments", "check_layout", "check_load_plan", "check_main_replicas", "check_plan", "check_reshard",
-    "check_tiles", "check_writers", "require",
-]  # fmt: skip
+    "check_fragments",
+    "check_layout",
+    "check_load_plan",
+    "check_main_replicas",
+    "check_plan",
+    "check_reshard",
+    "check_tiles",
+    "check_writers",
+    "require",
+]
 
 Array: TypeAlias = NDArray[Any]
 #: (rank, position among the rank's shards, shard)
@@ -120,7 +127,10 @@ def check_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, l
     AssertionError: 'w': exclusive chunk (0,) is touched by 2 boxes
     """
     whole = array.box.shape
-    require(len(layout.chunk) == len(whole), f"{array.key!r}: chunk {layout.chunk} has another rank than {whole}")
+    require(
+        len(layout.chunk) == len(whole),
+        f"{array.key!r}: chunk {layout.chunk} and {whole} differ in their number of dimensions",
+    )
     fits = all(1 <= c <= max(n, 1) for c, n in zip(layout.chunk, whole, strict=True))
     require(fits, f"{array.key!r}: chunk {layout.chunk} does not fit {whole}")
     nbytes = int(np.prod(layout.chunk, dtype=object)) * array.itemsize
@@ -134,7 +144,7 @@ def check_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, l
 
 
 def check_writers(holders: Sequence[Holder], writers: Sequence[Holder]) -> None:
-    """Check a writer rule's answer for one array: one of its holders per shard, none for cells that nobody holds.
+    """Check the `writers` that a rule picks for one array: for each shard one of its holders, and no others.
 
     Examples
     --------
@@ -157,8 +167,8 @@ def check_plan(plan: SavePlan, world: AnyWorld) -> None:
     """Check that `plan` writes every cell of every array of `world` once, from a rank that holds it.
 
     Also: one header per array, no exclusive chunk with two writers, a digest for exactly the chunks that are written
-    in several pieces, by a rank that writes to the chunk, and one owner for each chunk that pieces move to, who holds
-    a largest of them.
+    in several pieces, by a rank that writes to the chunk, and for each chunk that pieces move to one owner, which holds
+    a largest piece.
 
     Examples
     --------
@@ -266,7 +276,7 @@ def check_reshard(
         fragment = _fragment(buffers[write.rank][write.shard], Fragment(write.box, write.run))
         stored[write.key][write.box.slices] = fragment
     for move in plan.moves:
-        require(move.shard is not None and move.fragment is not None, f"{move} says not where it comes from")
+        require(move.shard is not None and move.fragment is not None, f"{move} lacks its source")
         if move.shard is not None and move.fragment is not None:
             part = _fragment(buffers[move.source][move.shard], move.fragment)
             stored[move.key][move.box.slices] = part[move.box.relative_to(move.fragment.box).slices]
@@ -289,7 +299,7 @@ def _fragment(buffer: Array, fragment: Fragment) -> Array:
 
 
 def _inverted(array: Array) -> Array:
-    """Return an own array that differs from `array` in every cell."""
+    """Return a new array that differs from `array` in every cell."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return (flat ^ 1).view(array.dtype).reshape(array.shape)
 

@@ -1,6 +1,6 @@
 """The model: an array is a numpy array, sharding it is slicing, saving is copying, loading is slicing again.
 
-Values are positions where the data type has room for them, so that a misplaced cell shows.
+Values are the positions of cells, if the data type can hold them, so that a misplaced cell is noticed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy data type of a Zarr v3 name (from ml_dtypes where numpy has none).
+    """Return the numpy data type of a Zarr v3 name (from ml_dtypes if numpy has none).
 
     Examples
     --------
@@ -32,7 +32,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def positions(spec: ArraySpec) -> Array:
-    """Return an array of `spec` whose bits number its cells, row-major, as far as the data type has room.
+    """Return an array of `spec` whose bits number its cells, row-major, modulo what the data type can hold.
 
     Examples
     --------
@@ -48,14 +48,14 @@ def positions(spec: ArraySpec) -> Array:
     elif spec.itemsize == 16:
         flat = np.stack([number, number], axis=1).reshape(-1).view(numpy_dtype(spec.dtype))
     else:
-        # Numbers that wrap around in small types step by an odd number, so that rows of 256 differ.
+        # In small types numbers wrap around; an odd step makes rows of 256 elements differ.
         step = 1 if spec.itemsize > 1 else 167
         flat = (number * step + number // 256).astype(f"uint{8 * spec.itemsize}").view(numpy_dtype(spec.dtype))
     return flat.reshape(spec.shape)
 
 
 def view(shard: ShardSpec, array: Array) -> Array:
-    """Return what the buffer of `shard` holds when the whole array is `array`; flat shards are 1-d.
+    """Return the content of the buffer of `shard` if the whole array is `array`; flat shards are 1-d.
 
     Examples
     --------
@@ -63,12 +63,12 @@ def view(shard: ShardSpec, array: Array) -> Array:
     array([2, 4])
     """
     index: tuple[Any, ...] = (*shard.box.slices, ...)
-    part: Array = array[index]  # the dots keep a zero-dimensional array an array
+    part: Array = array[index]  # with the ellipsis the result is an array even if zero-dimensional
     return part if shard.flat is None else part.reshape(-1)[slice(*shard.flat)]
 
 
 def deal(world: World, arrays: Mapping[str, Array]) -> tuple[tuple[Array, ...], ...]:
-    """Return the buffers of all ranks: own C-order copies, ``[rank][position]`` as in `world`.
+    """Return the buffers of all ranks: separate C-order copies, ``[rank][position]`` as in `world`.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def counts(shape: Sequence[int], boxes: Iterable[Box]) -> NDArray[np.int64]:
 
 
 def edges(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...]:
-    """Return the places along each axis where a box, or the array, begins or ends.
+    """Return the coordinates along each axis at which a box, or the array, begins or ends.
 
     Between two edges all cells are in the same boxes, so that laws about huge arrays can count blocks of cells.
 
@@ -111,7 +111,7 @@ def edges(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[int, ...], 
 
 
 def bits(array: Array) -> bytes:
-    """Return the bytes of an array in C order: what equality means here (NaN payloads, -0.0).
+    """Return the bytes of an array in C order, for bitwise comparison (NaN payloads, -0.0).
 
     Examples
     --------

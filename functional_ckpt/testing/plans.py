@@ -1,5 +1,7 @@
-"""Strategies for policies and manifests."""
+"""Strategies for policies, manifests, and worlds of regular grids, in which ranks can plan alone."""
 
+from itertools import product
+from operator import mul
 from typing import Any
 
 import attrs
@@ -20,17 +22,22 @@ from functional_ckpt.plan.manifest import (
 )
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import BITS, ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.sharding import ShardSpec, World, from_rank_offsets
 from functional_ckpt.spec.tree import DictKey
-from functional_ckpt.testing.shardings import array_specs, keys
+from functional_ckpt.testing.regions import shapes
+from functional_ckpt.testing.shardings import array_specs, dtypes, keys
 
-__all__ = ["json_values", "layout_policies", "manifests", "moving_policies", "policies"]
+__all__ = [
+    "json_values", "layout_policies", "manifests", "moving_policies", "policies", "regular_shards", "regular_worlds",
+]  # fmt: skip
 
 _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 
 
 @st.composite
 def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
-    """Generate layout policies with sizes so small that small arrays meet every kind of ownership.
+    """Generate layout policies with sizes so small that small arrays get every kind of ownership.
 
     Examples
     --------
@@ -51,9 +58,9 @@ def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
 
 @st.composite
 def moving_policies(draw: DrawFn) -> SavePolicy:
-    """Generate save policies under which no shard is large enough for chunks of its own, so that pieces move.
+    """Generate save policies under which every shard is smaller than a chunk, so that pieces move.
 
-    The byte budget holds one or two of the largest chunks that there can be, so that they move in several waves.
+    The byte budget holds one or two of the largest possible chunks, so that pieces move in several waves.
 
     Examples
     --------
@@ -91,7 +98,7 @@ def policies(draw: DrawFn) -> SavePolicy:
     """
     codecs = draw(st.lists(st.sampled_from(_CODECS), max_size=2, unique=True).map(tuple))
     return SavePolicy(
-        # A save refuses prefixes that no key has; the empty one all keys have.
+        # A save refuses a prefix that matches no key; the empty one matches all.
         layout=attrs.evolve(draw(layout_policies(codecs=False)), codecs={"": codecs}),
         replicas=draw(st.sampled_from(["elect", "declared"])),
         replicated=draw(st.sampled_from(["check", "trust"])),
@@ -103,7 +110,7 @@ def policies(draw: DrawFn) -> SavePolicy:
 
 
 def json_values() -> SearchStrategy[Any]:
-    """Generate what JSON can hold.
+    """Generate JSON values.
 
     Examples
     --------
@@ -149,6 +156,65 @@ def manifests(draw: DrawFn) -> Manifest:
 
 
 @st.composite
+def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[ShardSpec, ...]:
+    """Generate all cells of a regular grid, row-major, each made by `from_rank_offsets` and none empty.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> [shard.box.start for shard in find(regular_shards(), lambda grid: len(grid) == 2)]
+    [(0,), (1,)]
+    """
+    local = draw(shapes(max_rank, 4, min_side=1))
+    parts = [draw(st.integers(1, 3)) for _ in local]
+    dtype = draw(dtypes())
+    prepended = draw(st.integers(0, next((i for i, n in enumerate(local) if n > 1), len(local))))
+    cells = product(*map(range, parts))
+    return tuple(
+        from_rank_offsets(
+            key, dtype, local[prepended:],
+            *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
+            prepend_axes=prepended,
+        )
+        for cell in cells
+    )  # fmt: skip
+
+
+@st.composite
+def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
+    """Generate worlds in which each rank holds a block of cells of every grid, so that ranks can plan by themselves.
+
+    All cells have equally many copies, one of them main.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> [len(shards) for shards in find(regular_worlds(), lambda world: len(world.ranks[0]) == 2).ranks]
+    [2]
+    """
+    ranks = draw(st.integers(1, max_ranks))
+    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
+    for number in range(draw(st.integers(1, max_arrays))):
+        local = draw(shapes(3, 4, min_side=1))
+        copies, ways = ranks, []
+        for _ in local:
+            ways.append(draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0])))
+            copies //= ways[-1]
+        each = [draw(st.integers(1, 2)) for _ in local]
+        grid = tuple(map(mul, ways, each))
+        array = ArraySpec(f"w{number}", tuple(map(mul, grid, local)), draw(dtypes()))
+        holders = iter(draw(st.permutations([*range(ranks)])))
+        ids = draw(st.permutations([*range(copies)]))
+        for index in product(*map(range, ways)):
+            for replica in ids:
+                rank = next(holders)
+                cells = product(*(range(i * n, (i + 1) * n) for i, n in zip(index, each, strict=True)))
+                boxes = (Box.from_shape(local, tuple(map(mul, cell, local))) for cell in cells)
+                held[rank] += [ShardSpec(array, box, replica, None, grid) for box in boxes]
+    return World(held)
+
+
+@st.composite
 def _entries(draw: DrawFn, spec: ArraySpec) -> ArrayEntry:
     counts = [draw(st.integers(1, 3)) for _ in spec.shape]
     chunk = tuple(max(1, -(-n // count)) for n, count in zip(spec.shape, counts, strict=True))
@@ -165,6 +231,6 @@ def _entries(draw: DrawFn, spec: ArraySpec) -> ArrayEntry:
 
 
 def _paths(key: str) -> SearchStrategy[tuple[Any, ...] | None]:
-    dict_keys = st.none() | st.booleans() | st.integers()  # text stands for itself
+    dict_keys = st.none() | st.booleans() | st.integers()  # a text key is written as it is
     item = st.text(max_size=3) | st.integers(0, 9) | dict_keys.map(DictKey) | st.integers(0, 9).map(RankItem)
     return st.just(tuple(key.split("."))) | st.none() | st.lists(item, max_size=3).map(tuple)

@@ -9,8 +9,15 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 
 __all__ = [
-    "any_boxes", "boxes", "flat_splits", "grid_tilings", "guillotine_tilings", "shapes", "tilings", "uneven_tilings",
-]  # fmt: skip
+    "any_boxes",
+    "boxes",
+    "flat_splits",
+    "grid_tilings",
+    "guillotine_tilings",
+    "shapes",
+    "tilings",
+    "uneven_tilings",
+]
 
 Boxes = tuple[Box, ...]
 
@@ -18,7 +25,7 @@ Boxes = tuple[Box, ...]
 def shapes(
     max_rank: int = 4, max_side: int = 8, min_side: int = 0, min_rank: int = 0
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Generate shapes, mostly without zero extents; rank 0 is among them unless `min_rank` says otherwise.
+    """Generate shapes of `min_rank` to `max_rank` dimensions, mostly without zero extents.
 
     Examples
     --------
@@ -29,7 +36,7 @@ def shapes(
     full = _extents(max(min_side, 1), max_side, min_rank, max_rank)
     if min_side:
         return full
-    # Zero extents come from a branch of their own, one of four: drawn per axis they would empty most arrays.
+    # Zero extents come from a separate branch, one of four: drawn per axis they would empty most arrays.
     return st.one_of(full, full, full, _extents(0, min(max_side, 3), min_rank, max_rank))
 
 
@@ -60,7 +67,7 @@ def boxes(draw: DrawFn, shape: Sequence[int], empty: bool = True) -> Box:
 
 
 def any_boxes() -> SearchStrategy[Box]:
-    """Generate boxes of every rank up to 4.
+    """Generate boxes of up to 4 dimensions.
 
     Examples
     --------
@@ -73,7 +80,7 @@ def any_boxes() -> SearchStrategy[Box]:
 
 @st.composite
 def guillotine_tilings(draw: DrawFn, shape: Sequence[int], max_boxes: int = 8) -> Boxes:
-    """Generate tilings made by cutting one box in two, again and again: general layouts, grids are rare.
+    """Generate tilings made by repeatedly cutting a box in two: general layouts, grids are rare.
 
     Shrinks to the whole array in one box.
 

@@ -24,7 +24,6 @@ from functional_ckpt.spec.sharding import (
     ShardSpec,
     World,
     fragments,
-    from_rank_offsets,
 )
 from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 from functional_ckpt.testing.regions import (
@@ -37,10 +36,22 @@ from functional_ckpt.testing.regions import (
 )
 
 __all__ = [
-    "any_fragments", "any_shards", "array_specs", "dtypes", "keys", "meshes", "object_specs", "placed_arrays",
-    "placed_worlds", "placements", "regular_shards", "regular_worlds", "replica_ids", "scattered", "shardings",
-    "shards", "worlds",
-]  # fmt: skip
+    "any_fragments",
+    "any_shards",
+    "array_specs",
+    "dtypes",
+    "keys",
+    "meshes",
+    "object_specs",
+    "placed_arrays",
+    "placed_worlds",
+    "placements",
+    "replica_ids",
+    "scattered",
+    "shardings",
+    "shards",
+    "worlds",
+]
 
 T = TypeVar("T")
 _TILINGS: dict[str, Callable[[Sequence[int]], SearchStrategy[tuple[Box, ...]]]] = {
@@ -63,7 +74,7 @@ def dtypes() -> SearchStrategy[str]:
 
 
 def keys() -> SearchStrategy[str]:
-    """Generate keys: mostly dotted names, some with anything that Unicode allows.
+    """Generate keys: mostly dotted names, some of arbitrary Unicode text.
 
     Examples
     --------
@@ -73,7 +84,7 @@ def keys() -> SearchStrategy[str]:
     """
     part = st.text("abwxyz019_", min_size=1, max_size=4)
     names = st.lists(part, min_size=1, max_size=3).map(".".join)
-    # Surrogates are not text: keys with them are refused.
+    # Surrogates are not valid Unicode text: a key with one is refused.
     return names | st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 
 
@@ -198,7 +209,7 @@ def _one_fragment(parts: tuple[tuple[int, ...], Box, tuple[tuple[int, int], ...]
 
 @st.composite
 def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: int = 1) -> World:
-    """Generate worlds that DTensor placements on a mesh make; up to `outside` ranks are not in the mesh.
+    """Generate worlds of DTensor placements on a mesh; up to `outside` ranks are not in the mesh.
 
     Examples
     --------
@@ -221,7 +232,7 @@ def placed_worlds(draw: DrawFn, array: ArraySpec, max_axes: int = 3, outside: in
 def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[PlacedArray]:
     """Generate arrays placed on one or two meshes, whose ranks come in any order; up to `spare` ranks are on neither.
 
-    Arrays of few axes may be long, so that a small target makes many chunks of them.
+    Arrays of few axes may be long, so that a small chunk size cuts them into many chunks.
 
     Examples
     --------
@@ -240,14 +251,14 @@ def placed_arrays(draw: DrawFn, max_arrays: int = 3, spare: int = 1) -> list[Pla
         how = draw(placements(mesh.shape, len(array.shape)))
         is_cut = draw(st.booleans())
         if array.shape and is_cut:
-            how = (Shard(0), *how[1:])  # else most arrays would not be cut at all
+            how = (Shard(0), *how[1:])  # otherwise most arrays would not be cut at all
         placed.append(PlacedArray(array, Sharding(mesh, how)))
     return placed
 
 
 @st.composite
 def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
-    """Generate valid worlds that hold `array`: any tiling, parts of it flattened, replicated and dealt to ranks.
+    """Generate valid worlds that hold `array`: any tiling, some parts flattened or replicated, spread over ranks.
 
     Every part has exactly one main replica, so that both writer rules accept the world. Some ranks hold nothing.
 
@@ -274,7 +285,7 @@ def shardings(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
 def scattered(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
     """Generate valid worlds of two ranks or more over which `array` is scattered in small parts, some with copies.
 
-    Parts are ranges of the flat array, or cells of a grid; like few of `shardings`, they leave hardly a chunk whole.
+    Parts are ranges of the flat array, or cells of a grid; unlike in most `shardings`, hardly a chunk has one holder.
 
     Examples
     --------
@@ -305,7 +316,7 @@ def scattered(draw: DrawFn, array: ArraySpec, max_ranks: int = 4) -> World:
 
 
 def _several(values: SearchStrategy[int], least: int, most: int) -> SearchStrategy[list[int]]:
-    # The length first: Hypothesis draws lists that are short, where it may.
+    # The length is drawn first: otherwise Hypothesis prefers short lists.
     return st.integers(least, most).flatmap(lambda n: st.lists(values, min_size=n, max_size=n))
 
 
@@ -327,7 +338,7 @@ def _parts(draw: DrawFn, array: ArraySpec, tiling: Sequence[Box]) -> list[ShardS
 
 
 def _reordered(items: Sequence[T]) -> SearchStrategy[Sequence[T]]:
-    # Hypothesis shrinks a drawn permutation to none at all, but draws one number per item.
+    # A permutation shrinks to the identity, but costs one drawn number per item.
     return st.permutations(items) if len(items) > 1 else st.just(items)
 
 
@@ -348,49 +359,4 @@ def worlds(draw: DrawFn, max_arrays: int = 3, max_ranks: int = 4) -> World:
     for world in several:
         for rank, part in enumerate(world.ranks):
             held[rank] += part
-    return World(held)
-
-
-@st.composite
-def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[ShardSpec, ...]:
-    """Generate all cells of a regular grid, row-major, each made by `from_rank_offsets` and none empty.
-
-    Examples
-    --------
-    >>> from hypothesis import find
-    >>> [shard.box.start for shard in find(regular_shards(), lambda grid: len(grid) == 2)]
-    [(0,), (1,)]
-    """
-    local = draw(shapes(max_rank, 4, min_side=1))
-    parts = [draw(st.integers(1, 3)) for _ in local]
-    dtype = draw(dtypes())
-    prepended = draw(st.integers(0, next((i for i, n in enumerate(local) if n > 1), len(local))))
-    cells = product(*map(range, parts))
-    return tuple(
-        from_rank_offsets(
-            key, dtype, local[prepended:],
-            *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
-            prepend_axes=prepended,
-        )
-        for cell in cells
-    )  # fmt: skip
-
-
-@st.composite
-def regular_worlds(draw: DrawFn, max_arrays: int = 2, max_ranks: int = 4) -> World:
-    """Generate worlds in which every shard knows its regular grid, so that ranks can plan by themselves.
-
-    Examples
-    --------
-    >>> from hypothesis import find
-    >>> find(regular_worlds(), lambda world: world.size == 2).size
-    2
-    """
-    ranks = draw(st.integers(1, max_ranks))
-    held: list[list[ShardSpec]] = [[] for _ in range(ranks)]
-    for number in range(draw(st.integers(1, max_arrays))):
-        for shard in draw(regular_shards(f"w{number}")):
-            for replica in range(draw(st.integers(1, 2))):
-                copy = ShardSpec(shard.array, shard.box, replica, None, shard.grid)
-                held[draw(st.integers(0, ranks - 1))].append(copy)
     return World(held)

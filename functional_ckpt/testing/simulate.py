@@ -1,6 +1,6 @@
-"""Several ranks in one process: each is a thread, and what they exchange goes through pickle as between processes.
+"""Several ranks in one process: each is a thread, and the values that they exchange are pickled as between processes.
 
-Enough to save and load by many ranks wherever no collective of torch is needed, hundreds of times a second.
+This suffices for saves and loads of many ranks without collectives of torch, hundreds of times a second.
 """
 
 import pickle
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Mail:
-    """What every rank has sent so far, in order, and which ranks have ended."""
+    """All messages that each rank has sent so far, in order, and the ranks that have ended."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.sent: list[list[bytes]] = [[] for _ in range(size)]
@@ -41,7 +41,7 @@ class SimulatedGather:
     Raises
     ------
     RuntimeError
-        From `all_gather`, if a peer has ended without taking part, or does not within the timeout.
+        From `all_gather`, if a peer has ended without taking part, or does not take part within the timeout.
 
     Examples
     --------
@@ -84,7 +84,7 @@ class SimulatedGather:
         return np.frombuffer(letter, np.uint8)
 
     def _late(self, in_time: bool) -> str:
-        """Say that a rank was waited for, rather than seen to end."""
+        """Return a text about the timeout, unless the rank is known to have ended."""
         return "" if in_time else f" within {self._mail.timeout_s} s"
 
     def _has_letter(self, source: int) -> bool:
@@ -103,7 +103,7 @@ def run_ranks(size: int, function: Callable[[SimulatedGather], T], timeout_s: fl
     Raises
     ------
     BaseException
-        What the lowest failing rank raised.
+        The exception of the lowest rank that failed.
     TimeoutError
         If a rank has not ended after `timeout_s` seconds.
 
@@ -123,7 +123,7 @@ def run_ranks(size: int, function: Callable[[SimulatedGather], T], timeout_s: fl
 
 
 def try_ranks(size: int, function: Callable[[SimulatedGather], T], timeout_s: float = 30.0) -> list[T | BaseException]:
-    """Call `function` as `run_ranks` does, and return for each rank its result or what it raised.
+    """Call `function` as `run_ranks` does, and return for each rank its result or its exception.
 
     Examples
     --------
@@ -136,7 +136,7 @@ def try_ranks(size: int, function: Callable[[SimulatedGather], T], timeout_s: fl
     def run(rank: int) -> None:
         try:
             outcomes[rank] = function(SimulatedGather(rank, size, mail))
-        except BaseException as error:  # a rank may die of anything
+        except BaseException as error:  # of any kind: it is the outcome of the rank
             outcomes[rank] = error
         finally:
             mail.end(rank)

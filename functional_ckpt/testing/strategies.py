@@ -1,6 +1,6 @@
-"""Hypothesis strategies for everything that this library takes, from shapes to corrupted worlds.
+"""Hypothesis strategies for all inputs of this library, from shapes to corrupted worlds.
 
-They build values up and rarely filter, draw structure before data, and shrink toward one whole array on one rank.
+They construct values and rarely filter, draw structure before data, and shrink toward one whole array on one rank.
 
 Examples
 --------
@@ -12,7 +12,15 @@ dict_keys(['w'])
 """
 
 from functional_ckpt.testing.faults import Fault, corruptions, mangled_manifests
-from functional_ckpt.testing.plans import json_values, layout_policies, manifests, moving_policies, policies
+from functional_ckpt.testing.plans import (
+    json_values,
+    layout_policies,
+    manifests,
+    moving_policies,
+    policies,
+    regular_shards,
+    regular_worlds,
+)
 from functional_ckpt.testing.regions import (
     any_boxes,
     boxes,
@@ -34,8 +42,6 @@ from functional_ckpt.testing.shardings import (
     placed_arrays,
     placed_worlds,
     placements,
-    regular_shards,
-    regular_worlds,
     replica_ids,
     scattered,
     shardings,

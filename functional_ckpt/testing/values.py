@@ -29,9 +29,9 @@ _EXPONENTS = {
 
 
 def special_words(dtype: str) -> Array:
-    """Return what lossy code changes, as unsigned words: -0.0, subnormals, infinities, NaNs with payloads.
+    """Return values that inexact code would change, as unsigned words: -0.0, subnormals, infinities, NaN payloads.
 
-    A word is an element, or half of a complex one.
+    A word is an element, or half of a complex element.
 
     Examples
     --------
@@ -69,7 +69,7 @@ def arrays(draw: DrawFn, spec: ArraySpec) -> Array:
     if kind == "specials":
         flat = np.resize(np.roll(words, -draw(st.integers(0, words.size - 1))), count)
     else:
-        # One seed instead of every bit: structure is what shrinks, contents only need to be wild.
+        # One seed instead of every bit: the structure should shrink, the contents need only be arbitrary.
         random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
         top = 1 if spec.dtype == "bool" else np.iinfo(words.dtype).max
         flat = random.integers(0, top, count, words.dtype, endpoint=True)
@@ -108,7 +108,7 @@ def plain_values() -> SearchStrategy[Any]:
 
 
 def text_keys(wild: bool = False) -> SearchStrategy[str]:
-    """Generate dict keys; unless `wild`, without dots and digits, so that no two paths join to one key.
+    """Generate dict keys; unless `wild`, without dots and digits, so that no two paths give the same key.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def text_keys(wild: bool = False) -> SearchStrategy[str]:
 def state_trees(leaves: SearchStrategy[Any] | None = None, wild: bool = False) -> SearchStrategy[Any]:
     """Generate state trees: dicts (text and int keys) and lists of leaves, by default plain values and arrays.
 
-    Unless `wild`, the paths of the leaves join to different keys. The root is a dict or, when `wild`, anything.
+    Unless `wild`, the paths of the leaves give different keys. The root is a dict or, if `wild`, any value.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""Torch's side: tensors and DTensors as leaves, process groups as `Gather`, storage and planners for DCP, Megatron.
+"""The torch adapter: tensors and DTensors as leaves, process groups as `Gather`, and the rooms for DCP and Megatron.
 
-Imported only where torch is used; the names below are imported on first use.
+It is imported only if torch is used; the names below are imported on first use.
 """
 
 from typing import TYPE_CHECKING

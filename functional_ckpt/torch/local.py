@@ -34,7 +34,7 @@ class LocalTensors:
 
 @attrs.frozen(eq=False)
 class OpaqueObject:
-    """A leaf that is saved as one object by ``torch.save``, whatever it is: what it holds is not looked into.
+    """A leaf that is saved as one object by ``torch.save``, whatever its type; its contents are not separate leaves.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Objects as ``torch.save`` bytes, read back without running code unless the caller says so."""
+"""Objects as ``torch.save`` bytes, read back without running code unless the caller trusts the file."""
 
 import argparse
 import datetime
@@ -25,22 +25,35 @@ from functional_ckpt.store.values import decode_text, plain_text
 
 __all__ = ["classes_to_allow", "dump", "load", "refuse_per_rank"]
 
-#: Data types of the standard library that hold no code: allowed within objects as they are among plain values.
+#: Types of the standard library that hold only data: allowed within objects as among plain values.
 _SAFE: tuple[Any, ...] = (
-    decode_text, frozenset, range, slice, datetime.date, datetime.datetime, datetime.time, datetime.timedelta,
-    datetime.timezone, Decimal, UUID, io.BytesIO, type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath,
+    decode_text,
+    frozenset,
+    range,
+    slice,
+    datetime.date,
+    datetime.datetime,
+    datetime.time,
+    datetime.timedelta,
+    datetime.timezone,
+    Decimal,
+    UUID,
+    io.BytesIO,
+    type(pathlib.Path()),
+    pathlib.PurePosixPath,
+    pathlib.PureWindowsPath,
     argparse.Namespace,
-)  # fmt: skip
-#: What the pickle of a set has in it.
+)
+#: The bytes by which the pickle of a set is recognised.
 _SETS = (b"__builtin__\nset\n", b"__builtin__\nfrozenset\n")
 _PER_RANK = f"{PerRank.__module__}.{PerRank.__qualname__}"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class _Pickler(pickle.Pickler):
-    """Writes data types as the text of their values: exact, and read by a function that builds nothing else.
+    """Writes values of data types as tagged JSON: exact, and read by a function that creates nothing else.
 
-    numpy's own pickles need classes that can be told to take bytes of the file for pointers.
+    numpy's own pickles would need classes that a crafted file can make interpret its bytes as pointers.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -54,7 +67,7 @@ def _text_of(coded: Any) -> str | None:
 
 
 class _SortingPickler(pickle._Pickler):
-    """Writes sets of plain values in an order that does not depend on the process; slow, and the only one that can."""
+    """Writes sets of plain values in an order that does not depend on the process; slow, so used only with sets."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return how to make a value, or leave it to its class."""
@@ -73,24 +86,22 @@ def _bytes_of(value: Any, pickler: type) -> bytes:
 
 
 def dump(key: str, value: Any) -> Array:
-    """Return what ``torch.save`` writes, as a uint8 array: the same on all ranks that hold the same."""
+    """Return the bytes of ``torch.save`` as a uint8 array: equal on all ranks that hold equal objects."""
     try:
         data = _bytes_of(value, _Pickler)
         if any(name in data for name in _SETS):
             data = _bytes_of(value, _SortingPickler)
-    except Exception as error:  # pickling calls code of the object, which can raise anything
-        raise ObjectCodecError(
-            "an object cannot be serialised", key, found=f"{type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # pickling calls code of the object, which can raise any exception
+        raise ObjectCodecError("an object cannot be pickled", key, found=f"{type(error).__name__}: {error}") from error
     return np.frombuffer(data, np.uint8)
 
 
 def classes_to_allow(data: bytes, safe_globals: Iterable[Any]) -> tuple[str, ...]:
-    """Return the names of what the bytes of an object need besides what is allowed; none where they cannot tell."""
+    """Return the names of the classes that an object needs and that are not allowed yet; none if that is unknown."""
     with torch.serialization.safe_globals(_allowed(safe_globals)):
         try:
             return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))))
-        except Exception:  # not from torch.save, or with an instruction that it does not know: loading tells
+        except Exception:  # not from torch.save, or with an unknown instruction: loading reports it
             return ()
 
 
@@ -100,15 +111,17 @@ def load(key: str, data: bytes, safe_globals: Iterable[Any] | str) -> Any:
     try:
         with torch.serialization.safe_globals(_allowed(() if isinstance(safe_globals, str) else safe_globals)):
             return torch.load(io.BytesIO(data), weights_only=not trust, map_location="cpu")
-    except Exception as error:  # unpickling can raise anything too
+    except Exception as error:  # unpickling can raise any exception too
         raise ObjectCodecError(
-            "an object cannot be read", key, found=_first_line(error),
+            "an object cannot be read",
+            key,
+            found=_first_line(error),
             remedy="If you trust the file, pass LoadPolicy(safe_globals='trust')",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def refuse_per_rank(key: str, classes: Iterable[str]) -> None:
-    """Raise if an object holds a `PerRank`, of which one rank's value would be left.
+    """Raise if an object holds a `PerRank`: only the value of one rank would be saved.
 
     Raises
     ------
@@ -117,19 +130,20 @@ def refuse_per_rank(key: str, classes: Iterable[str]) -> None:
     """
     if _PER_RANK in classes:
         raise UnsupportedLeafError(
-            "a PerRank within an object, or through torch.distributed.checkpoint, would keep one rank's value", key,
+            "of a PerRank within an object, or saved through DCP, only the value of one rank would be saved",
+            key,
             remedy="Give each rank's value a key of its own, such as f'rng.{rank}', or save it by functional_ckpt.save",
-        )  # fmt: skip
+        )
 
 
 def _allowed(safe_globals: Iterable[Any]) -> list[Any]:
-    """Return the classes that may be built; with numpy's data type also its kinds, which no file names."""
+    """Return the classes that may be created; with ``numpy.dtype`` also its subclasses, which no file names."""
     classes = [*_SAFE, *safe_globals]
     return [*classes, *(type(np.dtype(code)) for code in np.typecodes["All"])] if np.dtype in classes else classes
 
 
 def _first_line(error: Exception) -> str:
-    """Return what went wrong, without colours; torch wraps it, with advice, into another error of the same type."""
+    """Return the first line of the original error, without colours; torch wraps it in another one with advice."""
     inner = error.__context__ if isinstance(error.__context__, type(error)) else error
     lines = (line.strip() for line in _COLOURS.sub("", str(inner)).splitlines())
     return next((line for line in lines if line), type(error).__name__)

@@ -32,7 +32,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def host_view(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor's memory as a numpy array, of any strides, with ml_dtypes where numpy has no such type.
+    """Return a CPU tensor's memory as a numpy array, of any strides, with an ml_dtypes type if numpy has none.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def to_torch(array: Array, name: str) -> torch.Tensor:
 
 @attrs.frozen(eq=False)
 class DeviceBuffer:
-    """A tensor that the host cannot address; pieces are copied over as they are needed."""
+    """A tensor in memory that the host cannot address; regions are copied to and from the host on demand."""
 
     tensor: torch.Tensor
 
@@ -75,7 +75,7 @@ class DeviceBuffer:
         return host_view(self._piece(shape, run, region).cpu())
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
-        """Copy a region to the device; a change of data type happens on the host, by the same rule as there."""
+        """Copy a region to the device; the host converts the data type first, as for memory of its own."""
         piece = self._piece(shape, run, region)
         name = DTYPE_NAMES[piece.dtype]
         host = np.empty(tuple(piece.shape), numpy_dtype(name))
@@ -145,12 +145,19 @@ class TorchLeaves:
     def _held(self, key: str, leaf: torch.Tensor, local: torch.Tensor) -> HeldArray:
         spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
         if isinstance(leaf, DTensor):
-            # An empty local tensor has no address, but ties must agree on all ranks: its storage tells (and lives as
-            # long as `leaf`, which `local` does not, so that another would get its id).
+            # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
+            # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
             placements = leaf.placements
-            identity = _identity(local, placements) if local.numel() else (
-                local.untyped_storage()._cdata, spec.shape, spec.dtype, placements,
-            )  # fmt: skip
+            identity = (
+                _identity(local, placements)
+                if local.numel()
+                else (
+                    local.untyped_storage()._cdata,
+                    spec.shape,
+                    spec.dtype,
+                    placements,
+                )
+            )
             rank = dist.get_rank()
             sharding, buffers = _placed(spec, leaf, local, rank)
             return HeldArray(spec, buffers, False, identity, sharding, place=rank)
@@ -168,7 +175,7 @@ def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
 
 
 def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) -> HeldArray:
-    """Describe the local shards of one array; all of them are of the first one's."""
+    """Describe the local shards of one array, that of the first shard."""
     shards = leaf.shards
     if any(shard.key != key for shard in shards):
         shards = tuple(attrs.evolve(shard, array=attrs.evolve(shard.array, key=key)) for shard in shards)
@@ -190,10 +197,10 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
 
 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that is here."""
+    """Return the local part of a tensor."""
     if not isinstance(leaf, DTensor):
         return leaf
-    # to_local goes through autograd, which costs more than all else that is done to a small tensor.
+    # to_local goes through autograd, which costs more than the rest of the work for a small tensor.
     local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
     return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local
 
@@ -241,7 +248,7 @@ def _mesh(mesh: Any) -> Mesh:
 
 
 def _placement(key: str, placement: Any) -> Placement:
-    # The strided class became a subclass of Shard in some versions, so it is asked first.
+    # In some versions the strided class is a subclass of Shard, so it is tested first.
     factor = getattr(placement, "split_factor", None)
     if factor is not None:
         return StridedShard(placement.dim, int(factor))
@@ -250,9 +257,11 @@ def _placement(key: str, placement: Any) -> Placement:
     if placement.is_replicate():
         return Replicate()
     raise UnsupportedLeafError(
-        "a DTensor with a partial placement has no values of its own yet", key, found=str(placement),
+        "a DTensor with a partial placement holds partial sums, not values",
+        key,
+        found=str(placement),
         remedy="Call redistribute with Replicate or Shard before saving",
-    )  # fmt: skip
+    )
 
 
 def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
@@ -280,7 +289,7 @@ def _checked(device: str) -> str:
 def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
         return HostBuffer(host_view(tensor))
-    # Pieces are copied by threads, which have streams of their own: what made the tensor must be done by then.
+    # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
     stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
     if stream is not None:
         stream(tensor.device).synchronize()

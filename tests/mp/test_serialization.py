@@ -101,7 +101,7 @@ def test_problems_of_one_rank_are_raised_on_all(two, tmp_path):
     assert "rank (0, 1)" in twice
     assert "disagree about the shape" in shapes
     assert "no such thing" in factory
-    assert "cannot be serialised" in objects
+    assert "cannot be pickled" in objects
     assert "holds a checkpoint" in there
     assert "rank 1" in leaf
     assert "'v'" in strict

@@ -195,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "closing a file hides what failed", "store/files.py",
-        "suppress(OSError):  # it must not hide what failed", "suppress(ValueError):",
+        "suppress(OSError):  # it must not hide the first error", "suppress(ValueError):",
         ("tests/test_faults.py",),
     ),
     Mutant(

@@ -270,7 +270,7 @@ def test_a_save_that_was_taken_for_dead_publishes_nothing(server, url, monkeypat
     _leaseless(monkeypatch)
     found = []
     _at(server, ending, lambda: found.append(sweep(url, store=server.access(lease_s=0.3))))
-    with pytest.raises(StorageError, match=r"claim of this save was|given up or swept"):
+    with pytest.raises(StorageError, match=r"claim of this save was|abandoned or swept"):
         save(state(), url, policy=SavePolicy(store=server.access(lease_s=0.3)))
     assert found[0]
     with pytest.raises(NotACheckpointError):
@@ -339,7 +339,7 @@ def test_a_sweep_that_fails_half_way_can_be_repeated(server, url):
 
 def test_a_rank_whose_save_was_given_up_writes_nothing_more(server, url):
     store = open_store(url, guard=f".{'a' * 16}.claim", access=server.access())
-    with pytest.raises(StorageError, match="given up"):
+    with pytest.raises(StorageError, match="abandoned"):
         store.create("w/c.0", [memoryview(b"x")], 1)
     assert names(url, server.access()) == []
 

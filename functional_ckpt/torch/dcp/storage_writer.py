@@ -28,7 +28,9 @@ from functional_ckpt.run.saving import (
     publish_written,
     write_parts,
 )
+from functional_ckpt.run.timed import timed
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.store.display import displayed
 from functional_ckpt.torch.dcp.bridge import (
     Members,
     Metadata,
@@ -162,7 +164,10 @@ class ZarrStorageWriter(StorageWriter):
             return held[0]
 
         def write(gather: Gather, described: Callable[[], Captured], tracker: Tracker) -> Written:
-            with turn_of(gather):
+            gather = timed(gather, tracker)
+            # No bar: other threads of the program may print.
+            told = displayed(f"saving {named(self.path)}", tracker.count, gather.rank == 0, bar=False)
+            with told, turn_of(gather):
                 prepared = prepare_captured(described, self.path, policy, gather, self.overwrite, _PLANS)
                 return write_parts(prepared, tracker)
 

@@ -1,1 +1,1 @@
-"""Groups of torch's processes, and connections of our own between them."""
+"""Process groups of torch as `Gather`, over connections that are independent of the group's own."""

@@ -1,4 +1,4 @@
-"""Under which addresses other ranks reach a port of this host."""
+"""The addresses under which other ranks can reach a port of this host."""
 
 import errno
 import fcntl
@@ -16,21 +16,21 @@ _LOOPBACK = "127.0.0.1"
 
 
 def listener() -> socket.socket:
-    """Return a socket that listens: on the interface that ``GLOO_SOCKET_IFNAME`` names, if it does, else on all."""
+    """Return a listening socket: on the interface in ``GLOO_SOCKET_IFNAME`` if that is set, else on all."""
     chosen = _chosen()
     if chosen:
         return socket.create_server((chosen[0], 0), backlog=socket.SOMAXCONN)
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
-        except OSError as error:  # the kernel has it, this host not
+        except OSError as error:  # the kernel supports IPv6, this host does not
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return socket.create_server(("", 0), backlog=socket.SOMAXCONN)
 
 
 def places(towards: str | None) -> list[str]:
-    """Return addresses of this host, the likeliest first: that of the way to the host `towards`, where the ranks met.
+    """Return addresses of this host, most likely first: that of the route to the host `towards` of the group's store.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def places(towards: str | None) -> list[str]:
 
 @cache
 def host_id() -> str:
-    """Return what only processes with the same loopback interface have in common.
+    """Return a text that is equal exactly in processes with the same loopback interface.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def _address_of(interface: str) -> str:
 
 
 def _route_to(host: str) -> str:
-    """Return the address from which this host would reach another; nothing is sent."""
+    """Return the local address of the route to `host`; nothing is sent."""
     try:
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:

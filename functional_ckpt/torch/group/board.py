@@ -1,7 +1,7 @@
-"""`Board`: short notes that ranks leave for one another in the store in which their group has met.
+"""`Board`: short notes that ranks leave for one another in the store of their process group.
 
-The store's host may die, hang or be cut off, and torch's clients then wait without end. So calls are made on a thread
-of their own, which may be left behind.
+The host of the store may die, hang or become unreachable, and torch's clients then wait forever. So a separate thread
+makes the calls; if it hangs, it is abandoned.
 """
 
 import threading
@@ -33,7 +33,7 @@ class Board:
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
-        #: What this rank has said that it waits in, by lane.
+        #: The calls in which this rank has published that it waits, by lane.
         self.said: dict[str, str] = {}
         self._parent, self._prefix = store, prefix
         self._store: Any = None
@@ -44,11 +44,11 @@ class Board:
         weakref.finalize(self, self._work.put, None).atexit = False
 
     def put(self, name: str, text: str, timeout_s: float) -> None:
-        """Leave a note, in place of an earlier one of this name."""
+        """Write a note; it replaces an earlier one of this name."""
         self._call(lambda: self._client().set(name, text), timeout_s)
 
     def read(self, name: str, timeout_s: float) -> str | None:
-        """Return a note, if there is one."""
+        """Return a note, or None."""
 
         def read() -> str | None:
             return bytes(self._client().get(name)).decode() if self._client().check([name]) else None
@@ -56,16 +56,16 @@ class Board:
         return self._call(read, timeout_s)
 
     def count(self, name: str, more: int, timeout_s: float) -> int:
-        """Add to a counter, which begins at 0, and return what it has come to."""
+        """Add to a counter, which begins at 0, and return its new value."""
         return self._call(lambda: int(self._client().add(name, more)), timeout_s)
 
     def remove(self, name: str, timeout_s: float) -> None:
-        """Take a note away."""
+        """Delete a note."""
         self._call(lambda: self._client().delete_key(name), timeout_s)
 
     def _client(self) -> Any:
         if self._store is None:
-            # A client of its own: the parent's is blocked while another thread waits for something in it.
+            # A separate client: the one of the process group blocks while another thread waits for a key in it.
             store = self._parent.clone() if hasattr(self._parent, "clone") else self._parent
             self._store = PrefixStore(self._prefix, store)
         return self._store
@@ -74,7 +74,7 @@ class Board:
         answer: Future[T] = Future()
         with self._lock:
             if self._stuck is not None and not self._stuck.done():
-                raise ConnectionError("the store in which the ranks have met does not answer")
+                raise ConnectionError("the store of the process group does not answer")
             is_running = self._runs()
         self._work.put((function, answer))
         if not is_running:
@@ -84,24 +84,24 @@ class Board:
             return answer.result(timeout_s)
         except TimeoutError:
             self._stuck = answer
-            raise ConnectionError(f"the store in which the ranks have met has not answered for {timeout_s} s") from None
-        except RuntimeError as error:  # of torch; the first line says it, a stack of C++ follows
+            raise ConnectionError(f"the store of the process group has not answered for {timeout_s} s") from None
+        except RuntimeError as error:  # of torch; a stack of C++ follows the first line
             first = str(error).partition("\n")[0]
-            raise ConnectionError(f"the store in which the ranks have met is gone: {first}") from error
+            raise ConnectionError(f"the store of the process group is gone: {first}") from error
 
     def _runs(self) -> bool:
         if self._thread is None or not self._thread.is_alive():
             thread = threading.Thread(target=_serve, args=(self._work,), name="functional_ckpt-board", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # there are too many threads, or the interpreter ends
+            except RuntimeError:  # too many threads, or the interpreter is shutting down
                 return False
             self._thread = thread
         return True
 
 
 def _serve(work: _Queue) -> None:
-    """Make the calls that come, until there is None."""
+    """Make the calls in the queue, until it yields None."""
     while (item := work.get()) is not None:
         function, answer = item
         try:

@@ -1,8 +1,8 @@
-"""`Lane`: one of several ways on which the same ranks talk, so that what goes on at the same time does not mix.
+"""`Lane`: one of several independent channels between the same ranks, so that concurrent operations do not mix.
 
 There is a lane for each purpose: saves, loads, saves in the background, and so on; the threads of a rank take turns on
-it. What the ranks do there together is a `Call`, and each message says to which call and step it belongs. Connections
-that broke are not used again: the lane goes on with new ones, a generation further.
+it. One operation of all ranks on it is a `Call`, and each message is tagged with its call and step. Connections that
+broke are not used again: the lane opens new ones, which form its next generation.
 """
 
 import atexit
@@ -26,17 +26,17 @@ from functional_ckpt.torch.group.wires import MismatchError, Patience, WireError
 __all__ = ["Call", "Lane"]
 
 T = TypeVar("T")
-#: How long a rank that has lost the others waits for them to say that they have lost it too.
+#: How long a rank that has lost its connections waits for the notes of the others.
 _GRACE_S = 0.5
-#: How long it waits for the board then.
+#: How long it waits for the board meanwhile.
 _BOARD_S = 5.0
-#: How often a rank that waits asks whether another has given up, and after which time it says what it waits in.
+#: How often a waiting rank checks whether another has given up, and when it publishes the call in which it waits.
 _ASK_S = 1.0
 
 
 @attrs.frozen
 class _Note:
-    """What a rank says when it gives up a call; `number` counts the calls of a generation."""
+    """The note of a rank that gives up a call; `number` counts the calls of a generation."""
 
     rank: int
     number: int
@@ -47,16 +47,16 @@ class _Note:
 
 
 class Lane:
-    """A way between the ranks of a group; `name` is its name on the board, `host` where the ranks have met.
+    """A channel between the ranks of a group; `name` is its name on the board, `host` the host of the group's store.
 
-    With `is_once` it is for one call, which all ranks know by this name: who is late finds it given up by the others.
+    With `is_once` it is for a single call, whose name all ranks know: a late rank finds it given up by the others.
     """
 
     def __init__(
         self, board: Board, rank: int, members: tuple[int, ...], name: str, host: str | None, is_once: bool = False
     ) -> None:
         self.rank, self.members, self.name, self._is_once = rank, members, name, is_once
-        #: Held by the thread whose turn it is.
+        #: Held by the thread that uses the lane.
         self.lock = threading.RLock()
         self._board, self._host = board, host
         self._generation = self._number = 0
@@ -72,26 +72,26 @@ class Lane:
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """What a thread holds during a call, so that its rank's others wait; it hangs up after the only call."""
+        """The lock that a thread holds during a call; with `is_once` releasing it closes the connections."""
         return contextlib.closing(self) if self._is_once else self.lock
 
     def close(self) -> None:
-        """Hang up after the last call."""
+        """Close the connections after the running call."""
         if self._wires is not None and not self._is_broken:
             self._wires.withdraw(_BOARD_S)
 
     def hang_up(self) -> None:
-        """Hang up at once, whoever uses the connections."""
+        """Close the connections at once, even if they are in use."""
         if self._wires is not None:
             self._wires.close()
 
     def begin(self, timeout_s: float) -> tuple[int, int]:
-        """Return the generation and the number of a call that begins.
+        """Return the generation and the number of a new call.
 
         Raises
         ------
         RankFailedError
-            If other ranks have given up this very call already: nobody would answer.
+            If other ranks have given up this call already: no rank would answer.
         """
         while self.notes(timeout_s) or self._is_broken:
             late = [note for note in self._notes if note.number > self._number and self._is_final(note)]
@@ -99,7 +99,7 @@ class Lane:
                 self._is_broken = True
                 note = (late or self._notes)[0]
                 raise RankFailedError(
-                    "the other ranks have given up what this one begins",
+                    "the other ranks have given up the call that this rank begins",
                     rank=note.rank,
                     found=note.text,
                     remedy="This rank came late; call it again on all ranks",
@@ -109,12 +109,12 @@ class Lane:
         return self._generation, self._number
 
     def _is_final(self, note: _Note) -> bool:
-        """Tell whether a call was given up whoever else would come: not because some rank had not come to it."""
+        """Tell whether a call was given up for another reason than a rank that had not begun it yet."""
         heard = {each.rank for each in self._notes}
         return note.is_mixed or (note.lost is not None and note.lost not in heard)
 
     def renew(self) -> None:
-        """Go on with new connections."""
+        """Start the next generation, with new connections."""
         self.hang_up()
         self._wires, self._notes, self._is_broken = None, [], False
         self._generation, self._number = self._generation + 1, 0
@@ -135,7 +135,7 @@ class Lane:
         return self._wires
 
     def notes(self, timeout_s: float) -> Sequence[_Note]:
-        """Return what ranks have said that have given up a call of this generation."""
+        """Return the notes of the ranks that have given up a call of this generation."""
         name = f"{self.name}/{self._generation}/given up"
         for number in range(len(self._notes) + 1, self._board.count(name, 0, timeout_s) + 1):
             text = self._board.read(f"{name}/{number}", timeout_s)
@@ -145,7 +145,7 @@ class Lane:
         return self._notes
 
     def is_left_behind(self, number: int, error: Exception) -> bool:
-        """Tell whether others gave up in an earlier call, which this rank has ended well: they come to this one yet."""
+        """Tell whether others gave up an earlier call that succeeded on this rank: they may still begin this one."""
         if isinstance(error, MismatchError) or self._is_once:
             return False
         lost = getattr(error, "lost", None)
@@ -159,7 +159,7 @@ class Lane:
         return False
 
     def give_up(self, number: int, what: str, error: BaseException, asks: bool = True) -> CheckpointError:
-        """Tell the others that this rank goes no further, hang up, and return what to raise; ask why if it `asks`."""
+        """Publish that this rank gives up, close the connections and return the error; if it `asks`, read the notes."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         lost, is_mixed = getattr(error, "lost", None), isinstance(error, MismatchError)
         mine = _Note(self.rank, number, what, text, lost, is_mixed)
@@ -170,15 +170,15 @@ class Lane:
             name = f"{self.name}/{self._generation}/given up"
             place = self._board.count(name, 1, _BOARD_S)
             self._board.put(f"{name}/{place}", json.dumps(attrs.asdict(mine)), _BOARD_S)
-            # Hanging up passes the news on at once: ranks that wait have a moment to say that they are there.
+            # Closing the connections wakes up the waiting ranks, which then leave their notes.
             self.hang_up()
             return self._told(mine, self._replies()) if asks else _broken(mine, (), ())
-        except ConnectionError:  # the store died with the rank that held it: nobody to ask
+        except ConnectionError:  # the store died with the rank that hosted it: there are no notes
             self.hang_up()
             return _broken(mine, () if lost is None else (lost,), ())
 
     def say(self, what: str | None) -> None:
-        """Let the others know what this rank waits in, None: in nothing, if they do not know."""
+        """Publish the call in which this rank waits, None for none, if that is not published already."""
         said = self._board.said
         if said.get(self.name) == what:
             return
@@ -194,11 +194,11 @@ class Lane:
         return self._notes
 
     def _told(self, mine: _Note, notes: Sequence[_Note]) -> CheckpointError:
-        """Return the error for what the ranks have said."""
+        """Return the error that the notes of the ranks add up to."""
         if any(note.is_mixed for note in notes):
             called = {note.rank: f"rank {note.rank}: {note.what}" for note in notes}
             return RankFailedError(
-                "the ranks call different things at the same time",
+                "the ranks call different functions at the same time",
                 found="; ".join(called[rank] for rank in sorted(called)),
                 remedy="Call the same on all ranks, in the same order",
             )
@@ -215,14 +215,14 @@ def _broken(mine: _Note, absent: tuple[int, ...], waits: Sequence[str]) -> RankF
         "the group of ranks broke while they agreed or exchanged data",
         rank=absent or None,
         found=found,
-        remedy="The rank died, hangs, calls something else, or takes longer than the policy's timeout_s",
+        remedy="The rank died, hangs, calls another function, or takes longer than the policy's timeout_s",
     )
 
 
 class Call:
-    """What the ranks of a lane do together, such as one save, step by step; it counts from its first message on.
+    """One operation of all ranks of a lane, such as a save, in steps; it gets its number with its first message.
 
-    With `is_over` a rank stops waiting for the others when that says so.
+    Waiting for other ranks ends when `is_over` returns true.
     """
 
     def __init__(self, lane: Lane, what: str, timeout_s: float, is_over: Callable[[], bool] | None = None) -> None:
@@ -248,7 +248,7 @@ class Call:
         Raises
         ------
         CheckpointError
-            If a rank dies, is silent for too long, or calls something else.
+            If a rank dies, does not answer in time, or calls another function.
         """
         return self._do(lambda wires: wires.transfer(self._tag(), target, parts, source, self._patience()))
 
@@ -294,14 +294,14 @@ class Call:
     def _ask(self) -> None:
         """Stop waiting if another rank has given up."""
         notes: Sequence[_Note] = ()
-        with contextlib.suppress(ConnectionError):  # who waits for a rank that is there needs no board
+        with contextlib.suppress(ConnectionError):  # waiting for a live rank works without the board
             notes = self._lane.notes(_BOARD_S)
         if notes:
             raise WireError(f"rank {notes[0].rank} gave up: {notes[0].text}")
 
 
 def _hang_up() -> None:
-    """Close all connections: at exit, and in a forked child, which would keep those of its parent open."""
+    """Close all connections: at exit, and in a forked child, which would keep the connections of its parent open."""
     for lane in list(_LANES):
         lane.hang_up()
 

@@ -30,10 +30,10 @@ def torch_gather(
 ) -> Gather:
     """Return a `Gather` over the members of `process_group` (the default group for None), for one call.
 
-    What travels uses connections of our own, not the group's: it lives on the host, neither the caller's collectives
-    nor another thread can come between, and a rank that dies or hangs ends no other one. Each `purpose` (``"save"``,
-    ``"load"``, ...) has its lane. `what` is told to other ranks that are called for something else. With `once`, a name
-    that all ranks know, the connections are for this call alone. Waiting ends when `is_over` says that some never come.
+    Messages use connections of this library, not the group's: they carry host memory, do not mix with the caller's
+    collectives or other threads, and a rank that dies or hangs does not end the others. Each `purpose` (``"save"``,
+    ``"load"``, ...) has its lane. `what` describes the call in errors of ranks that are in another call. With `once`, a
+    name that all ranks know, the connections are for this call alone. Waiting ends when `is_over` returns true.
 
     Raises
     ------
@@ -44,16 +44,18 @@ def torch_gather(
         if process_group is not None:
             raise SpecError(
                 "a process group was passed, but torch.distributed is not initialised",
-                found=type(process_group).__name__, remedy="Call torch.distributed.init_process_group first",
-            )  # fmt: skip
+                found=type(process_group).__name__,
+                remedy="Call torch.distributed.init_process_group first",
+            )
         return LocalGather()
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise SpecError("this process is not a member of the process group", rank=dist.get_rank())
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise SpecError(
-            "this is no process group", found=type(process_group).__name__,
+            "this is not a process group",
+            found=type(process_group).__name__,
             remedy="Pass a torch process group (of a DeviceMesh: mesh.get_group()), or a Gather",
-        )  # fmt: skip
+        )
     parent: Any = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(parent)
     if rank < 0:
@@ -65,14 +67,14 @@ def torch_gather(
 
 
 def member_link(members: tuple[int, ...], purpose: str, once: str | None = None) -> "Link | LocalGather":
-    """Return what connects `members`, numbers of ranks in the default group, for who knows them but not their group.
+    """Return the link between `members`, ranks in the default group, for a caller that has no group of them.
 
     With `once`, which names a single call of all members, the connections are for that call alone.
 
     Raises
     ------
     SpecError
-        If this process is not one of them.
+        If this process is not a member.
     """
     if len(members) == 1:
         return LocalGather(members=members)
@@ -83,12 +85,12 @@ def member_link(members: tuple[int, ...], purpose: str, once: str | None = None)
 
 
 def announce(members: tuple[int, ...], purpose: str, once: str, timeout_s: float) -> None:
-    """Let the other `members` know the name of the call that comes next, in place of an earlier one.
+    """Publish the name of the next call to the other `members`; it replaces an earlier name.
 
     Raises
     ------
     ConnectionError
-        If the store in which the ranks have met is gone.
+        If the store of the process group is gone.
     """
     _board(dist.group.WORLD).put(f"{_name(members, purpose)}/next", once, timeout_s)
 
@@ -99,7 +101,7 @@ def announced(members: tuple[int, ...], purpose: str, timeout_s: float) -> str |
     Raises
     ------
     ConnectionError
-        If the store in which the ranks have met is gone.
+        If the store of the process group is gone.
     """
     return _board(dist.group.WORLD).read(f"{_name(members, purpose)}/next", timeout_s)
 
@@ -130,7 +132,7 @@ class Link:
         return self._lane
 
     def gather(self, timeout_s: float, what: str, is_over: Callable[[], bool] | None = None) -> "TorchGather":
-        """Return a `Gather` for one call; ranks stop waiting in it when `is_over` says that some never come."""
+        """Return a `Gather` for one call; waiting in it ends when `is_over` returns true."""
         return TorchGather(self._lane.rank, self._lane.members, Call(self._lane, what, timeout_s, is_over), self._lane)
 
 
@@ -150,7 +152,7 @@ class TorchGather:
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """What a thread holds from the first to the last step."""
+        """The lock that a thread holds from the first to the last step."""
         return self._lane.turn
 
     @property
@@ -164,14 +166,14 @@ class TorchGather:
         Raises
         ------
         CheckpointError
-            If a rank died, does not answer in time, calls something else, or has a value that cannot be pickled; names
-            it.
+            If a rank died, does not answer in time, calls another function, or has a value that cannot be pickled. The
+            error names the rank.
         """
         texts = self._call.all_gather(_pickled(value))
-        found = [pickle.loads(text) for text in texts]  # noqa: S301 - from our own ranks, never from storage
+        found = [pickle.loads(text) for text in texts]  # noqa: S301 - from ranks of this group, never from storage
         for rank, (picklable, answer) in enumerate(found):
             if not picklable:
-                raise RankFailedError("a value that others need cannot be pickled", rank=rank, found=answer)
+                raise RankFailedError("a value cannot be pickled", rank=rank, found=answer)
         return [answer for _, answer in found]
 
     def swap(self, target: int, outgoing: Array, source: int, nbytes: int) -> Array:
@@ -180,7 +182,7 @@ class TorchGather:
         Raises
         ------
         CheckpointError
-            If a rank died, does not answer in time, or sends something else; names it.
+            If a rank died, does not answer in time, or sends another number of bytes. The error names the rank.
         """
         found = self._call.transfer(target, [outgoing.data] if len(outgoing) else [], source if nbytes else None)
         if len(found) != nbytes:
@@ -189,7 +191,7 @@ class TorchGather:
 
 
 def _pickled(value: Any) -> bytes:
-    # A rank that cannot pickle must say so: the others wait for it.
+    # A rank whose value cannot be pickled must send that: the others wait for it.
     try:
         return pickle.dumps((True, value))
     except Exception as error:
@@ -197,7 +199,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _lane(parent: Any, rank: int, members: tuple[int, ...], name: str, once: str | None = None) -> Lane:
-    """Return the lane of `members`, who meet in the store of `parent`."""
+    """Return the lane of `members`, which use the store of the group `parent`."""
     if once is not None:
         return Lane(_board(parent), rank, members, f"{name}/{once}", _host(parent), True)
     lanes = _LANES.setdefault(parent, {})
@@ -207,11 +209,12 @@ def _lane(parent: Any, rank: int, members: tuple[int, ...], name: str, once: str
 def _board(parent: Any) -> Board:
     if dist.group.WORLD in _FORKED:
         raise SpecError(
-            "this process was forked from a rank, and is none itself", rank=dist.get_rank(),
+            "this process was forked from a rank and is not a member of the group",
+            rank=dist.get_rank(),
             remedy="Pass process_group=functional_ckpt.run.comm.LocalGather() there",
-        )  # fmt: skip
-    # Ranks meet under names in the parent's store. `dist.new_group` is no help: the name that it hashes counts the
-    # groups of this process, so ranks that belong to different numbers of groups would wait for each other forever.
+        )
+    # Ranks find each other under names in the group's store. `dist.new_group` cannot be used: its name depends on the
+    # number of groups of the process, so ranks that belong to different numbers of groups would wait forever.
     return _BOARDS.get(parent) or _BOARDS.setdefault(parent, Board(_store_of(parent), "functional_ckpt"))
 
 
@@ -224,7 +227,7 @@ def _host(parent: Any) -> str | None:
 
 
 def _store_of(group: Any) -> Any:
-    """Return the store in which the members of a group have met."""
+    """Return the store of a process group."""
     ask = getattr(group, "get_group_store", None)
     if ask is not None:
         return ask()
@@ -239,7 +242,7 @@ _FORKED: "WeakSet[Any]" = WeakSet()
 
 
 def _forget() -> None:
-    """Remember of which group this process is no member; its lanes and boards are the parent's."""
+    """In a forked child, forget the lanes and boards, which are the parent's, and record the group of the parent."""
     _LANES.clear()
     _BOARDS.clear()
     if dist.is_available() and dist.is_initialized():

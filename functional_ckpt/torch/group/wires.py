@@ -1,8 +1,8 @@
-"""`Wires`: connections between the ranks of a group, over which messages travel that say what they belong to.
+"""`Wires`: connections between the ranks of a group, which carry tagged messages.
 
-Each connection carries one way: who sends connects, who receives accepts. So no two ranks wait for each other to
-connect, and a connection is made when the first message needs it. All waiting is done here, in one place; it ends when
-a rank is silent for too long or hangs up, or when the `Patience` says so.
+Each connection carries messages in one direction: the sender connects, the receiver accepts. So no two ranks wait for
+each other to connect, and a connection is made when the first message needs it. All waiting happens here, in one place;
+it ends when a rank is silent for too long or closes its connection, or when a function of `Patience` raises.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ from functional_ckpt.torch.group.board import Board
 
 __all__ = ["MismatchError", "Patience", "WireError", "Wires"]
 
-#: How often a rank that waits looks whether it still should.
+#: How often a waiting rank calls `Patience.look`.
 _TICK_S = 0.2
-#: How long one of several addresses of a host is tried.
+#: Timeout of connecting to one of several addresses of a host.
 _TRY_S = 5.0
 _HEADER = struct.Struct("!IQ")
 _HELLO = struct.Struct("!16sI")
 _LENGTH = struct.Struct("!Q")
-#: How many parts of a message are sent at once; the system has a limit of its own.
+#: How many parts of a message are sent by one system call, which has a limit.
 _AT_ONCE = 64
 _NOTHING = np.empty(0, np.uint8)
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class WireError(ConnectionError):
-    """The ranks cannot go on; `lost` is a rank that has hung up."""
+    """Communication has failed; `lost` is a rank that has closed its connection."""
 
     def __init__(self, text: str, lost: int | None = None) -> None:
         super().__init__(text)
@@ -48,14 +48,15 @@ class WireError(ConnectionError):
 
 
 class MismatchError(WireError):
-    """A rank has sent what belongs to something else."""
+    """A rank has sent a message of another call or step."""
 
 
 @attrs.frozen
 class Patience:
-    """How long another rank may be silent; each function may raise, and so end the waiting.
+    """How long another rank may be silent. Each function may raise to end the waiting.
 
-    `look` is called now and then with the seconds waited, `hung_up` when a rank that is not waited for has hung up.
+    `look` is called regularly with the seconds waited, `hung_up` when a rank that is not waited for closes its
+    connection.
     """
 
     timeout_s: float
@@ -64,9 +65,9 @@ class Patience:
 
 
 class Wires:
-    """Connections of one rank, for one thread at a time. `name` is that of these wires on the board.
+    """Connections of one rank, for one thread at a time. `name` is their name on the board.
 
-    `host` is where the ranks have met, if that is known.
+    `host` is the host of the group's store, if that is known.
     """
 
     def __init__(self, board: Board, rank: int, size: int, name: str, host: str | None, timeout_s: float) -> None:
@@ -77,7 +78,7 @@ class Wires:
         self._watched: dict[int, tuple[int, int]] = {}
         self._secret = secrets.token_bytes(16)
         self._ends = contextlib.ExitStack()
-        # Who forgets the wires hangs up.
+        # The connections are closed when this object is garbage-collected.
         self.close = weakref.finalize(self, self._ends.close)
         self._epoll = self._ends.enter_context(contextlib.closing(select.epoll()))
         self._listener = self._ends.enter_context(listener())
@@ -88,13 +89,13 @@ class Wires:
         board.put(f"{name}/address/{rank}", json.dumps(address), timeout_s)
 
     def withdraw(self, timeout_s: float) -> None:
-        """Hang up and take the address back, when nobody needs it any more."""
+        """Close the connections and delete the address, which no rank needs any more."""
         self.close()
         with contextlib.suppress(ConnectionError):
             self._board.remove(f"{self._name}/address/{self._rank}", timeout_s)
 
     def all_gather(self, tag: bytes, text: bytes, patience: Patience) -> list[bytes]:
-        """Return the texts of all ranks; takes as many steps as their number has binary digits."""
+        """Return the texts of all ranks, in about log2(size) steps."""
         rank, size = self._rank, self._size
         found = [text]  # of this rank, the next one, and so on
         distance = 1
@@ -104,19 +105,19 @@ class Wires:
             body = self.transfer(tag, (rank - distance) % size, parts, (rank + distance) % size, patience)
             found += _split(body.tobytes())
             distance *= 2
-        # A late rank finds the messages of those who have hung up since: they count for nothing.
+        # A rank that has all messages may close its connections; for a late rank that is not a failure.
         self._wait(patience, 0.0, 0.0)
         return [found[(other - rank) % size] for other in range(size)]
 
     def transfer(
         self, tag: bytes, target: int, parts: Sequence[memoryview], source: int | None, patience: Patience
     ) -> Array:
-        """Send `parts`, if there are any, and return what comes from `source`, both at once.
+        """Send `parts`, if there are any, and return the message of `source`, both at the same time.
 
         Raises
         ------
         WireError
-            If a rank hangs up, is silent for too long, or sends what belongs to another `tag`.
+            If a rank closes its connection, is silent for too long, or sends a message with another `tag`.
         """
         leaving = _Leaving(self._connected(target, patience), tag, parts) if parts else None
         coming = _Coming(tag, source) if source is not None else None
@@ -134,7 +135,7 @@ class Wires:
             self._wait(patience, time.monotonic() - began, min(_TICK_S, patience.timeout_s))
 
     def _awaited(self, target: int, leaving: "_Leaving | None", coming: "_Coming | None") -> set[int]:
-        """Return the ranks that this one waits for, and watch their connections for just that."""
+        """Return the ranks that this one waits for, and register the events of their connections."""
         awaited: set[int] = set()
         if leaving is not None:
             self._watch(leaving.socket, target, _GONE | select.EPOLLOUT if leaving.parts else _GONE)
@@ -147,11 +148,11 @@ class Wires:
         return awaited
 
     def _wait(self, patience: Patience, waited_s: float, moment_s: float) -> None:
-        """Wait a moment for something to happen; let in who comes, and see who leaves."""
+        """Wait for an event for up to `moment_s`; accept new connections and notice closed ones."""
         try:
             events = self._epoll.poll(moment_s)
-        except ValueError as error:  # closed by another thread, since the interpreter ends
-            raise WireError("this rank has hung up") from error
+        except ValueError as error:  # closed by another thread, since the interpreter is shutting down
+            raise WireError("this rank has closed its connections") from error
         if not events:
             patience.look(waited_s)
         for number, event in events:
@@ -163,7 +164,7 @@ class Wires:
                 peer, awaited = self._watched.pop(number)
                 self._epoll.unregister(number)
                 if awaited & select.EPOLLOUT:
-                    raise WireError(f"rank {peer} has hung up", peer)
+                    raise WireError(f"rank {peer} has closed its connection", peer)
                 patience.hung_up(peer)
 
     def _watch(self, connection: socket.socket, peer: int, events: int) -> None:
@@ -184,7 +185,7 @@ class Wires:
                 self._epoll.register(connection, select.EPOLLIN)
 
     def _greet(self, number: int) -> None:
-        """Read who it is that has come; who does not know the secret is sent away."""
+        """Read the rank of a new connection; one that does not know the secret is closed."""
         connection, said = self._strangers[number]
         try:
             more = connection.recv(_HELLO.size - len(said))
@@ -205,14 +206,14 @@ class Wires:
             connection.close()
 
     def _connected(self, target: int, patience: Patience) -> socket.socket:
-        """Return the connection to a rank, made if need be as soon as that rank has said where it is."""
+        """Return the connection to a rank; connect first if necessary, once that rank has published its address."""
         if target in self._sending:
             return self._sending[target]
         began = time.monotonic()
         ends, pause_s = began + patience.timeout_s, 0.001
         while (text := self._board.read(f"{self._name}/address/{target}", patience.timeout_s)) is None:
             if time.monotonic() > ends:
-                raise WireError(f"rank {target} did not come within {patience.timeout_s} s")
+                raise WireError(f"rank {target} did not publish its address within {patience.timeout_s} s")
             patience.look(time.monotonic() - began)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _TICK_S)
@@ -239,7 +240,7 @@ def _dialled(target: int, address: dict[str, Any], ends: float) -> socket.socket
 
 
 class _Leaving:
-    """A message on its way to a rank; `parts` are left to send."""
+    """A message that is being sent; `parts` are left to send."""
 
     def __init__(self, connection: socket.socket, tag: bytes, parts: Sequence[memoryview]) -> None:
         self.socket = connection
@@ -247,7 +248,7 @@ class _Leaving:
         self.parts = [memoryview(header + tag), *parts]
 
     def move(self, target: int) -> bool:
-        """Send what the connection takes, and tell whether it took anything."""
+        """Send as much as the connection accepts, and tell whether it accepted anything."""
         moved = False
         try:
             while self.parts:
@@ -260,12 +261,12 @@ class _Leaving:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise WireError(f"rank {target} has hung up: {error}", target) from error
+            raise WireError(f"the connection to rank {target} broke: {error}", target) from error
         return moved
 
 
 class _Coming:
-    """A message on its way from a rank; `body` is there once it `is_whole`."""
+    """A message that is being received; `body` is complete once it `is_whole`."""
 
     def __init__(self, tag: bytes, source: int) -> None:
         self.source, self.body, self.is_whole = source, _NOTHING, False
@@ -274,13 +275,13 @@ class _Coming:
         self._place = next(self._places)
 
     def move(self, connection: socket.socket) -> bool:
-        """Take what has come, and tell whether anything has."""
+        """Receive the bytes that have arrived, and tell whether there were any."""
         moved = False
         try:
             while not self.is_whole:
                 count = connection.recv_into(self._place)
                 if not count:
-                    raise WireError(f"rank {self.source} has hung up", self.source)
+                    raise WireError(f"rank {self.source} has closed its connection", self.source)
                 moved, self._place = True, self._place[count:]
                 if not self._place:
                     self._place = next(self._places, self._place)
@@ -289,11 +290,11 @@ class _Coming:
         except OSError as error:
             if isinstance(error, WireError):
                 raise
-            raise WireError(f"rank {self.source} has hung up: {error}", self.source) from error
+            raise WireError(f"the connection from rank {self.source} broke: {error}", self.source) from error
         return moved
 
     def _filled(self) -> Iterator[memoryview]:
-        """Yield one after the other the places to be filled."""
+        """Yield, one after the other, the buffers to fill."""
         header = bytearray(_HEADER.size)
         yield memoryview(header)
         tag_nbytes, nbytes = _HEADER.unpack(header)

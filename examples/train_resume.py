@@ -1,0 +1,80 @@
+"""Train a small GPT with FSDP2 on any number of ranks. Killed at any moment and started again, it goes on where it was.
+
+    torchrun --nproc-per-node 2 examples/train_resume.py runs/gpt
+
+Start it again with the same line, or another number of ranks. SIGTERM lets it save the step that it is at, and end.
+"""
+
+import argparse
+import signal
+from pathlib import Path
+
+import gpt
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.functional import cross_entropy
+
+import functional_ckpt as fc
+
+BATCH, CONTEXT = 12, 32
+
+
+class Trainer:
+    """A model, its optimizer and schedule, and the text that it learns."""
+
+    def __init__(self, steps):
+        self.model = gpt.build("fsdp", seed=0, blocks=2, width=32, head_width=16, context=CONTEXT)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=steps + 1)
+        self.tokens = torch.tensor(gpt.read_corpus(Path(__file__).parent)[1])
+        self.losses = []
+
+    def state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "losses": self.losses}
+
+    def set_state(self, state):
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **parts)
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.losses = state["losses"]
+
+    def train_step(self, step):
+        inputs, targets = gpt.batch(self.tokens, step, BATCH, CONTEXT)
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        loss = cross_entropy(self.model(inputs[mine]).flatten(0, 1), targets[mine].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.losses = [*self.losses, mean.item() / dist.get_world_size()]
+        if dist.get_rank() == 0:
+            print(f"step {step} loss {self.losses[-1]:.4f}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", help="where the checkpoints go")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=5)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    trainer = Trainer(options.steps)
+    keep = fc.KeepLast(2) | fc.KeepBest("loss")
+    with fc.Checkpoints(options.root, keep=keep, on_signal=(signal.SIGTERM,)) as checkpoints:
+        trainer.set_state(checkpoints.resume(trainer.state()))
+        for step in range(len(trainer.losses) + 1, options.steps + 1):
+            trainer.train_step(step)
+            stop = checkpoints.should_stop()
+            if stop or step % options.save_every == 0 or step == options.steps:
+                checkpoints.async_save(step, trainer.state(), metrics={"loss": trainer.losses[-1]})
+            if stop:
+                break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What each command does: facts are read, and printed as JSON or as text. What it takes is imported when it runs."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from functional_ckpt.cli.screen import Screen, write
+from functional_ckpt.errors import NotACheckpointError
+
+__all__ = ["chart", "ls", "show", "tree", "verify"]
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List a checkpoint, or a directory of checkpoints."""
+    from functional_ckpt.cli import facts, roots, tables
+
+    try:
+        checkpoint = _opened(arguments.path)
+    except NotACheckpointError:
+        inner = roots.checkpoints_in(arguments.path)
+        if not inner:
+            raise
+        found = roots.root_listing(arguments.path, inner)
+        return _print(arguments, found, lambda screen: roots.root_lines(screen, found))
+    listed = facts.listing(checkpoint, arguments.prefix)
+    return _print(arguments, listed, lambda screen: tables.listing(screen, listed))
+
+
+def tree(arguments: argparse.Namespace) -> int:
+    """Show the tree of keys."""
+    from functional_ckpt.cli import facts, tables
+
+    checkpoint = _opened(arguments.path)
+    root = facts.tree(checkpoint, arguments.prefix)
+    if arguments.json:
+        return _print_json({"path": checkpoint.url, **facts.branches(root, arguments.depth)})
+    write(tables.tree(Screen.current(), root, arguments.depth, arguments.all))
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Describe a checkpoint, or what is under a key."""
+    from functional_ckpt.cli import facts, tables
+
+    checkpoint = _opened(arguments.path)
+    if arguments.key is None:
+        found = facts.header(checkpoint)
+        return _print(arguments, found, lambda screen: tables.header(screen, found))
+    leaf = facts.leaf(checkpoint, arguments.key, arguments.slice)
+    return _print(arguments, leaf, lambda screen: tables.leaf(screen, leaf))
+
+
+def chart(arguments: argparse.Namespace) -> int:
+    """Draw how an array was cut, and who wrote what."""
+    from functional_ckpt.cli import chart as charts
+
+    found = charts.chart(_opened(arguments.path), arguments.key)
+    if arguments.svg is None:
+        return _print(arguments, found, lambda screen: charts.chart_lines(screen, found))
+    figure = charts.chart_svg(found)
+    if arguments.svg == "-":
+        write(figure.splitlines())
+    else:
+        Path(arguments.svg).write_text(figure, "utf-8")
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Check every chunk."""
+    from functional_ckpt.cli import facts, tables
+
+    checkpoint = _opened(arguments.path)
+    found = facts.verification(checkpoint)
+    _print(arguments, found, lambda screen: tables.verification(screen, found))
+    return 0 if found["ok"] else 1
+
+
+def _opened(path: str) -> Any:
+    from functional_ckpt.run.checkpoint import open_checkpoint
+
+    return open_checkpoint(path)
+
+
+def _print(arguments: argparse.Namespace, found: object, lines: Any) -> int:
+    if arguments.json:
+        return _print_json(found)
+    told: Iterable[str] = lines(Screen.current())
+    write(told)
+    return 0
+
+
+def _print_json(found: object) -> int:
+    print(json.dumps(found, indent=2, allow_nan=False))
+    return 0

@@ -1,0 +1,87 @@
+"""A directory of checkpoints, whoever made it: what is in it, told from small files only."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from functional_ckpt.cli.facts import number_of, provenance_of
+from functional_ckpt.cli.screen import Screen, columns
+from functional_ckpt.plan.outline import natural
+from functional_ckpt.plan.text import count, size
+from functional_ckpt.store.commit import MANIFEST, ROOT
+from functional_ckpt.store.opening import directory_of, open_store
+
+__all__ = ["checkpoints_in", "root_lines", "root_listing"]
+
+Facts = dict[str, Any]
+
+# How our canonical JSON begins: other programs have files of this name, too.
+_BEGINNING = b'{"aliases":['
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (0.0, "s"))
+
+
+def checkpoints_in(path: str) -> list[Path]:
+    """Return the committed checkpoints one level below a directory, in natural order; none if it is no directory."""
+    root = directory_of(path)
+    if root is None:
+        return []
+    try:
+        found = [entry.name for entry in os.scandir(root) if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return []
+    return [root / name for name in sorted(found, key=natural) if _is_checkpoint(root / name)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING and (path / ROOT).is_file()
+    except OSError:
+        return False
+
+
+def root_listing(path: str, found: list[Path]) -> Facts:
+    """Return name, time and size of each checkpoint in a directory, with totals; what nobody knows is None."""
+    steps = [_step(each) for each in found]
+    sizes = [step["nbytes"] for step in steps if step["nbytes"] is not None]
+    return {"path": str(directory_of(path)), "checkpoints": steps, "totals": {"nbytes": sum(sizes)}}
+
+
+def _step(path: Path) -> Facts:
+    saved = provenance_of(open_store(path)) or {}
+    ranks = saved.get("ranks")
+    ranks = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
+    sizes = [number_of(rank.get("nbytes")) for rank in ranks]
+    finished = number_of(saved.get("finished"))
+    if finished is None:
+        try:
+            finished = os.stat(path / ROOT).st_mtime
+        except OSError:
+            finished = None
+    return {
+        "name": path.name,
+        "path": str(path),
+        "saved": finished,
+        "age_s": None if finished is None else time.time() - finished,
+        "nbytes": int(sum(n for n in sizes if n is not None)) if sizes and None not in sizes else None,
+        "ranks": len(ranks) or None,
+    }
+
+
+def root_lines(screen: Screen, found: Facts) -> list[str]:
+    """Return what ``ls`` says of a directory of checkpoints."""
+    rows = [
+        (c["name"], _age(c["age_s"]), "" if c["nbytes"] is None else size(c["nbytes"]), str(c["ranks"] or ""))
+        for c in found["checkpoints"]
+    ]
+    names = ("checkpoint", "age", "bytes", "ranks")
+    total = f"{count(len(rows), 'checkpoint')}, {size(found['totals']['nbytes'])}"
+    return [*columns(screen, names, "<>>>", rows), "", total]
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    unit, name = next((unit, name) for unit, name in _UNITS if seconds >= unit or not unit)
+    return f"{max(0.0, seconds) / (unit or 1):.0f} {name}"

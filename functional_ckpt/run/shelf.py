@@ -1,0 +1,132 @@
+"""`Shelf`: the steps below a directory as one process knows them, and removals that go on in a thread."""
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from functional_ckpt.errors import CheckpointError, NotACheckpointError
+from functional_ckpt.plan.retention import Keep, StepInfo, doomed, needs_metrics
+from functional_ckpt.store.steps import find_steps, is_pinned, pin_step, read_step, remove_step, step_path, unpin_step
+
+__all__ = ["Shelf"]
+
+
+class Shelf:
+    """Which steps are there, and what is known of them without looking again.
+
+    Examples
+    --------
+    >>> import functional_ckpt
+    >>> _ = functional_ckpt.save({"step": 3}, step_path("memory://shelf-example", 3))
+    >>> shelf = Shelf("memory://shelf-example", None)
+    >>> shelf.look()
+    >>> shelf.steps
+    (3,)
+    """
+
+    def __init__(self, root: str | os.PathLike[str], keep: Keep | None) -> None:
+        self.root, self.keep = root, keep
+        self._infos: dict[int, StepInfo] = {}
+        self._going: dict[int, None] = {}
+        self._left: dict[int, None] = {}  # steps that could not be removed
+        self._problems: list[str] = []
+        self._thread: threading.Thread | None = None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps, ascending."""
+        return tuple(self._infos)
+
+    def look(self) -> None:
+        """See which steps are there; their metrics are read where `keep` asks for them and they are not known."""
+        reads = needs_metrics(self.keep)
+        found = {step: pinned for step, pinned in find_steps(self.root).items() if step not in self._going}
+        infos = {step: (self._known(step, reads), pinned) for step, pinned in found.items()}
+        self._infos = {s: i if i.pinned == p else attrs.evolve(i, pinned=p) for s, (i, p) in infos.items()}
+
+    def _known(self, step: int, reads: bool) -> StepInfo:
+        known = self._infos.get(step)
+        if known is not None or not reads:
+            return known or self._bare(step)
+        try:
+            return read_step(self.root, step)
+        except CheckpointError as error:
+            self._leave(step, error)
+            return self._bare(step)
+
+    def _bare(self, step: int) -> StepInfo:
+        return StepInfo(step, step_path(self.root, step))
+
+    def learn(self, steps: Iterable[int]) -> None:
+        """Take from another rank which steps are there."""
+        self._infos = {step: self._infos.get(step) or self._bare(step) for step in steps}
+
+    def add(self, info: StepInfo) -> None:
+        """Add a step that was committed."""
+        self._infos[info.step] = info
+        self._left.pop(info.step, None)
+        if next(reversed(self._infos)) != max(self._infos):
+            self._infos = dict(sorted(self._infos.items()))
+
+    def prune(self) -> None:
+        """Let go of the steps that the rules do not keep; their files are removed in a thread, in order."""
+        infos = [info for step, info in self._infos.items() if step not in self._left]
+        gone: list[int] = []
+        for step in doomed(infos, self.keep):
+            if is_pinned(self.root, step):  # by somebody else, since we looked
+                self._infos[step] = attrs.evolve(self._infos[step], pinned=True)
+            else:
+                gone.append(step)
+        if not gone:
+            return
+        self.join()
+        for step in gone:
+            del self._infos[step]
+            self._going[step] = None
+        self._thread = threading.Thread(target=self._remove_all, args=(gone,), name="functional_ckpt-remove")
+        try:
+            self._thread.start()
+        except RuntimeError:  # no thread can be had, at exit or at the system's limit
+            self._thread = None
+            self._remove_all(gone)
+
+    def _remove_all(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            try:
+                remove_step(self.root, step)
+            except NotACheckpointError:  # somebody else was faster
+                pass
+            except CheckpointError as error:
+                self._leave(step, error)
+            finally:
+                self._going.pop(step, None)
+
+    def _leave(self, step: int, error: CheckpointError) -> None:
+        self._left[step] = None
+        self._problems.append(f"step {step} is left as it is: {error}")
+
+    def remove(self, step: int) -> None:
+        """Remove a step now; raises what `remove_step` does."""
+        self.join()
+        remove_step(self.root, step)
+        self._infos.pop(step, None)
+
+    def pin(self, step: int, pinned: bool) -> None:
+        """Pin or unpin a step; one that is just being removed is gone."""
+        self.join()
+        (pin_step if pinned else unpin_step)(self.root, step)
+        if step in self._infos:
+            self._infos[step] = attrs.evolve(self._infos[step], pinned=pinned)
+
+    def join(self) -> None:
+        """Wait for the removals."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def take_problems(self) -> tuple[str, ...]:
+        """Return what steps could not be read or removed, in words, once."""
+        found, self._problems = self._problems, []
+        return tuple(found)
