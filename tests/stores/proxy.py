@@ -3,7 +3,7 @@
 Faults, by name: ``503`` (SlowDown, not forwarded), ``500``, ``403``, ``expired`` (403 of an expired token),
 ``nobucket`` (404), ``reset`` (the connection is cut before the server sees the request), ``lost`` (cut after the server
 has done it, before it is told), ``torn`` (cut in the middle of the answer), ``hang`` (never answered),
-``late:S`` (forwarded after S seconds, whether the client still waits or not).
+``late:S`` (forwarded after S seconds, whether the client still waits or not), ``late:S+FAULT``.
 """
 
 import contextlib
@@ -94,7 +94,8 @@ class Proxy:
                         self._closing.wait()
                         return None
                     if fault is not None and fault.startswith("late:"):
-                        time.sleep(float(fault[5:]))
+                        seconds, _, fault = fault[5:].partition("+")
+                        time.sleep(float(seconds))
                     if fault == "reset":
                         return _cut(client)
                     if fault in _ANSWERS:

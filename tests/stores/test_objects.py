@@ -9,6 +9,8 @@ import pytest
 
 import functional_ckpt
 from functional_ckpt import (
+    Checkpoints,
+    KeepLast,
     LayoutPolicy,
     LocalShards,
     SavePolicy,
@@ -27,6 +29,7 @@ from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.base import UNSIZED
 from functional_ckpt.store.lease import Lease, _process
 from functional_ckpt.store.opening import open_store
+from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
 from tests.pages import shown
 from tests.stores.small import SmallServer
@@ -166,6 +169,31 @@ def test_the_program_of_the_page_runs(server, monkeypatch):
     names = shown("object-stores.md", "to_a_bucket.py")
     assert functional_ckpt.verify("s3://ckpt/run-7/step-100").ok
     assert names["state"]["step"] == 100
+
+
+def test_the_steps_of_a_run(server, url):
+    root = url.rpartition("/")[0]
+    with Checkpoints(root, keep=KeepLast(2), policy=server.saving(in_flight="wait")) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), metrics={"loss": 1 / step})
+        assert checkpoints.steps() == (2, 3)
+        assert checkpoints.best("loss") == 3
+    with Checkpoints(root) as checkpoints:
+        assert same(checkpoints.resume(state(0)), state(3))
+    assert {name.partition("/")[0] for name in names(root, server.access())} == {"step-00000002", "step-00000003"}
+
+
+def test_a_step_whose_removal_was_cut_off_is_swept(server, url):
+    root = url.rpartition("/")[0]
+    with Checkpoints(root, policy=server.saving(in_flight="wait")) as checkpoints:
+        checkpoints.save(1, state(1))
+    server.proxy.reset(lambda r: "403" if r.method == "DELETE" and r.path.endswith("/w/c.0.0") else None)
+    with pytest.raises(StorageError):
+        remove_step(root, 1)
+    server.proxy.reset()
+    assert find_steps(root) == {}
+    sweep_steps(root)
+    assert names(root, server.access()) == []
 
 
 # What one save does to another
@@ -328,7 +356,8 @@ def test_a_root_that_was_on_its_way_is_waited_for(server, url):
 def test_a_sweep_that_fails_half_way_can_be_repeated(server, url):
     """The claim goes last: without it nobody could tell what is left."""
     _left_by_a_dead_process(url, server)
-    server.proxy.reset(lambda r: "403" if r.method == "DELETE" and r.path.endswith("/manifest.json") else None)
+    late = "late:0.5+403"  # after the others are done
+    server.proxy.reset(lambda r: late if r.method == "DELETE" and r.path.endswith("/manifest.json") else None)
     with pytest.raises(StorageError):
         sweep(url, store=server.access())
     server.proxy.reset()
