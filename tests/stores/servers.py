@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pwd
 import signal
 import socket
 import subprocess
@@ -19,8 +20,8 @@ def _free_port():
 
 
 def _program(name):
-    """Return a program of the environment that runs the tests, or of one that is named for it."""
-    for place in (os.environ.get("FUNCTIONAL_CKPT_SERVERS"), os.path.dirname(sys.executable)):
+    """Return a program of the environment that runs the tests, or of those that are named for it."""
+    for place in (*os.environ.get("FUNCTIONAL_CKPT_SERVERS", "").split(":"), os.path.dirname(sys.executable)):
         if place and os.path.exists(os.path.join(place, name)):
             return os.path.join(place, name)
     raise FileNotFoundError(name)
@@ -75,6 +76,60 @@ def rclone(place):
         yield port
 
 
-STARTERS = {"small": small, "moto": moto, "rclone": rclone}
+@contextlib.contextmanager
+def swift(place):
+    """OpenStack Swift behind its s3api: one device, four processes."""
+    ports = {"account": _free_port(), "container": _free_port(), "object": _free_port()}
+    proxy = _free_port()
+    (place / "node" / "sda").mkdir(parents=True)
+    builder = _program("swift-ring-builder")
+    for name, port in ports.items():
+        ring = [builder, str(place / f"{name}.builder")]
+        for words in (("create", "4", "1", "0"), ("add", f"r1z1-127.0.0.1:{port}/sda", "1"), ("rebalance",)):
+            subprocess.run([*ring, *words], cwd=place, check=False, capture_output=True)
+    (place / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = a\nswift_hash_path_prefix = b\n")
+    user = pwd.getpwuid(os.getuid()).pw_name
+    with contextlib.ExitStack() as running:
+        for name, port in ports.items():
+            (place / f"{name}.conf").write_text(
+                f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {port}\nuser = {user}\nswift_dir = {place}\n"
+                f"devices = {place}/node\nmount_check = false\nworkers = 0\n[pipeline:main]\npipeline = {name}-server\n"
+                f"[app:{name}-server]\nuse = egg:swift#{name}\n"
+            )
+            command = [_program(f"swift-{name}-server"), str(place / f"{name}.conf")]
+            running.enter_context(_running(command, port, place / f"{name}.log"))
+        filters = [
+            "catch_errors",
+            "gatekeeper",
+            "healthcheck",
+            "cache",
+            "listing_formats",
+            "bulk",
+            "s3api",
+            "tempauth",
+            "slo",
+            "dlo",
+        ]
+        (place / "proxy.conf").write_text(
+            f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {proxy}\nuser = {user}\nswift_dir = {place}\nworkers = 0\n"
+            f"[pipeline:main]\npipeline = {' '.join(filters)} proxy-server\n"
+            "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n"
+            + "".join(f"[filter:{name}]\nuse = egg:swift#{name.replace('cache', 'memcache')}\n" for name in filters
+                      if name != "tempauth")
+            + "[filter:tempauth]\nuse = egg:swift#tempauth\nuser_test_tester = testing .admin\n"
+        )  # fmt: skip
+        command = [_program("swift-proxy-server"), str(place / "proxy.conf")]
+        running.enter_context(_running(command, proxy, place / "proxy.log"))
+        import boto3
+
+        client = boto3.client(
+            "s3", endpoint_url=f"http://127.0.0.1:{proxy}", aws_access_key_id="test:tester",
+            aws_secret_access_key="testing", region_name="us-east-1",
+        )  # fmt: skip
+        client.create_bucket(Bucket=BUCKET)
+        yield proxy
+
+
+STARTERS = {"small": small, "moto": moto, "rclone": rclone, "swift": swift}
 #: Those that write over an object although they are told not to.
 HEEDLESS = ("rclone",)
