@@ -30,9 +30,9 @@ from functional_ckpt.run.planning import Plan, decode_state, encode_state, plan_
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Shard
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.sharding import PlacedArray, Sharding, ShardSpec
 
 POLICY = SavePolicy()
 #: Shapes of a transformer's tensors, of which a world of any size holds the same.
@@ -131,4 +131,4 @@ def _receipts(plan: Plan, ranks: int) -> list[bytes]:
 def _manifest(plan: Plan, messages: Sequence[bytes]) -> bytes:
     """The text that describes the checkpoint."""
     chunks = ChunkRows.joined([pickle.loads(message) for message in messages])
-    return build_manifest(plan.structure, plan.arrays, chunks).to_json()
+    return build_manifest(plan.state, plan.arrays, chunks).to_json()

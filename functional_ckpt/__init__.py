@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from functional_ckpt.run.progress import Progress
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
-    from functional_ckpt.spec.sharding import Fragment, ShardSpec, World
+    from functional_ckpt.spec.shard import Fragment, ShardSpec, World
     from functional_ckpt.store.access import StorePolicy
     from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
     from functional_ckpt.store.sweep import sweep

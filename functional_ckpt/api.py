@@ -58,7 +58,12 @@ def save(
     attributes
         JSON values for the Zarr root, readable by every Zarr tool.
     progress
-        Called from working threads with a `Progress`.
+        Called from working threads with a `Progress`, in place of the bar that rank 0 shows in a terminal.
+
+    Returns
+    -------
+    Manifest
+        What the checkpoint contains; its `timings` tell how long each phase took on this rank.
 
     Raises
     ------
@@ -170,7 +175,8 @@ def load(
     process_group
         Ranks that load together, as for `save`. They need not be those that saved.
     progress
-        Called from working threads with a `Progress`.
+        Called from working threads with a `Progress`, in place of the bar that rank 0 shows in a terminal. The last
+        one, of the phase ``"done"``, has the seconds of each phase.
 
     Returns
     -------

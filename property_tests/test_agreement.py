@@ -22,8 +22,7 @@ from functional_ckpt.run.leaves import LocalShards, PerRank
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import PlacedArray
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.sharding import PlacedArray, ShardSpec, World
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.testing import model
 from functional_ckpt.testing import strategies as fst

@@ -18,9 +18,10 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Columns, Ints, mix, ravelled, to_column
 from functional_ckpt.spec.flat import flat_boxes, flat_rows
-from functional_ckpt.spec.mesh import Mesh, Sharding, common_face, is_even, relabelled, split_of
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Shard, StridedShard, axis_spans, from_placements
-from functional_ckpt.spec.sharding import ShardSpec, World, fragments
+from functional_ckpt.spec.sharding import Sharding, ShardSpec, World, fragments, relabelled
+from functional_ckpt.spec.split import common_face, is_even, split_of
 from functional_ckpt.spec.table import ShardTable, key_hashes, padded, padded_shapes, unpadded
 from functional_ckpt.spec.tiling import check_tiling, surely_tiled
 from functional_ckpt.testing import strategies as fst

@@ -14,7 +14,7 @@ from functional_ckpt.errors import CheckpointError  # noqa: E402
 from functional_ckpt.spec.array import ArraySpec  # noqa: E402
 from functional_ckpt.spec.box import Box  # noqa: E402
 from functional_ckpt.spec.flat import joined  # noqa: E402
-from functional_ckpt.spec.narrowing import narrow_runs  # noqa: E402
+from functional_ckpt.spec.shard import narrow_runs  # noqa: E402
 from functional_ckpt.spec.sharding import ShardSpec, World, from_rank_offsets, narrow  # noqa: E402
 from functional_ckpt.testing import laws, model  # noqa: E402
 from functional_ckpt.testing import strategies as fst  # noqa: E402

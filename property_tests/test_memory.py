@@ -20,9 +20,9 @@ from functional_ckpt.run.leaves import LocalShards, PerRank
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate, Shard
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.sharding import Sharding, ShardSpec
 from functional_ckpt.testing.simulate import try_ranks
 from property_tests.memories import ByRank
 from property_tests.test_roundtrip import directory, tree_bytes

@@ -22,9 +22,9 @@ from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, can_cast
 from functional_ckpt.spec.columns import Columns
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate, from_placements
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.sharding import PlacedArray, Sharding, ShardSpec, World
 from functional_ckpt.testing import laws
 from functional_ckpt.testing import strategies as fst
 

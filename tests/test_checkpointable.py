@@ -232,7 +232,7 @@ def test_bad_shards_are_refused():
         CheckpointableShardedTensor.from_sh_ten(shard.without_data())
     with pytest.raises(ShapeError, match="another shape than its shard: key 'w'"):
         CheckpointableShardedTensor(torch.ones(3), shard)
-    with pytest.raises(AssertionError, match="no sharded tensor") as caught:
+    with pytest.raises(AssertionError, match="not a sharded tensor") as caught:
         CheckpointableShardedTensor.from_sh_ten(torch.ones(2))
     assert isinstance(caught.value, CheckpointError)
 

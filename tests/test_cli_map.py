@@ -140,7 +140,7 @@ def test_a_large_grid_is_shown_in_part(capsys, tmp_path):
     found = run_json(capsys, tmp_path / "c", "w")
     narrow = chart.chart_lines(Screen(40), found)
     assert max(map(len, narrow)) <= 40 + 20  # the caption is one line
-    assert narrow[-1].strip() == " ".join("0" * 19)
+    assert narrow[-1].strip() == " ".join("0" * 18)
 
 
 def test_what_was_not_noted_is_said_to_be_unknown(capsys, checkpoint, tmp_path, piece):

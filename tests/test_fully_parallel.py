@@ -47,7 +47,7 @@ class Saver(SaveShardedStrategy):
 
 def test_what_cannot_be_wrapped_is_refused():
     for nothing in (None, ZarrLoadShardedStrategy, Saver("a", 1)):
-        with pytest.raises(PolicyError, match="no strategy that loads"):
+        with pytest.raises(PolicyError, match="not a strategy that loads"):
             FullyParallelLoadStrategyWrapper(nothing)
     with pytest.raises(NotImplementedError, match="exchange_algo"):
         FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), None, False, "carrier pigeon")

@@ -12,9 +12,9 @@ from functional_ckpt.run import planning
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.grid import block_of
-from functional_ckpt.spec.mesh import Mesh, Sharding, relabelled
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Shard
-from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets
+from functional_ckpt.spec.sharding import Sharding, ShardSpec, from_rank_offsets, relabelled
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
 
 POLICY = SavePolicy(replicas="declared", durability="none")
@@ -127,3 +127,13 @@ def test_arrays_of_one_kind_of_which_a_rank_holds_other_cells_are_gathered(tmp_p
                 for key, i in places.items()}  # fmt: skip
 
     assert planned(tmp_path, monkeypatch, state, 3) == {"plan_save"}
+
+
+def test_specs_can_be_imported_from_where_they_were_documented():
+    from functional_ckpt.spec import mesh, shard, sharding
+
+    assert mesh.Sharding is sharding.Sharding
+    for name in ("Fragment", "ShardSpec", "World", "fragments", "from_rank_offsets", "narrow"):
+        assert getattr(sharding, name) is getattr(shard, name)
+    with pytest.raises(AttributeError, match="no attribute 'Absent'"):
+        mesh.Absent  # noqa: B018

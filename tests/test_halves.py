@@ -175,7 +175,7 @@ def test_checkpoints_of_before_load(saves, tmp_path, monkeypatch):
     assert dict(functional_ckpt.open_checkpoint(tmp_path).attributes) == {}
     assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (1, 1)
     (tmp_path / "metadata.json").unlink()
-    with pytest.raises(NotACheckpointError, match="no distributed checkpoint"):
+    with pytest.raises(NotACheckpointError, match="not a distributed checkpoint"):
         ours_loads(tmp_path)
     monkeypatch.undo()
     saves(tmp_path, 2)

@@ -73,7 +73,7 @@ def test_what_is_no_name_of_an_object(name):
         ShardedObject.empty_from_unique_key(name)
     assert caught.value.key in (name, "rng")
     assert isinstance(caught.value, ValueError)
-    assert isinstance(caught.value, AssertionError) is ("this is no name" in str(caught.value))
+    assert isinstance(caught.value, AssertionError) is ("this is not the name" in str(caught.value))
 
 
 def test_bad_objects():
@@ -155,12 +155,12 @@ def test_a_merge_of_everything_and_a_merge_of_lists():
 @pytest.mark.parametrize(
     ("loaded", "skeleton", "text"),
     [
-        ({"x": {}}, {"y": factory()}, "nothing was loaded: key 'top'"),
-        ({"x": {}}, {"x": {"y": factory()}}, "nothing was loaded: key 'top.x'"),
+        ({"x": {}}, {"y": factory()}, "nothing was loaded for a factory: key 'top'"),
+        ({"x": {}}, {"x": {"y": factory()}}, "nothing was loaded for a factory: key 'top.x'"),
         ({"x": [1, 2]}, {"x": [factory()]}, "differ in length: key 'top.x'"),
-        ({"x": [1]}, {"x": {1: factory()}}, "nothing was loaded: key 'top.x'"),
-        ({"x": [1]}, {"x": {-1: factory()}}, "nothing was loaded: key 'top.x'"),
-        ({"x": [1]}, {"x": {"0": factory()}}, "nothing was loaded: key 'top.x'"),
+        ({"x": [1]}, {"x": {1: factory()}}, "nothing was loaded for a factory: key 'top.x'"),
+        ({"x": [1]}, {"x": {-1: factory()}}, "nothing was loaded for a factory: key 'top.x'"),
+        ({"x": [1]}, {"x": {"0": factory()}}, "nothing was loaded for a factory: key 'top.x'"),
         ({"x": 1}, {"x": 2}, "only a factory.*key 'top.x'"),
         ({"x": 1}, {"x": {"y": factory()}}, "only a factory.*key 'top.x'"),
         ({"x": {}}, {"x": [factory()]}, "only a factory.*key 'top.x'"),

@@ -18,9 +18,9 @@ from functional_ckpt.plan.state import ArrayLeaf, ChunkRows, GlobalState, build_
 from functional_ckpt.run import planning
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate, Shard
-from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets
+from functional_ckpt.spec.sharding import PlacedArray, Sharding, ShardSpec, from_rank_offsets
 from functional_ckpt.testing.simulate import try_ranks
 from property_tests.memories import ByRank
 

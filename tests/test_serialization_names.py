@@ -97,7 +97,7 @@ def test_default_strategies(tmp_path):
     assert isinstance(serialization.get_default_save_common_strategy(), zarr.ZarrSaveCommonStrategy)
     serialization.save({"step": 3}, tmp_path)
     assert isinstance(serialization.get_default_load_sharded_strategy(tmp_path), zarr.ZarrLoadShardedStrategy)
-    with pytest.raises(CheckpointingException, match="no distributed checkpoint"):
+    with pytest.raises(CheckpointingException, match="not a distributed checkpoint"):
         serialization.get_default_load_sharded_strategy(tmp_path / "..")
 
 

@@ -96,7 +96,7 @@ def test_what_cannot_do_the_action_is_refused(register):
     for action, strategy in (("LOAD_COMMON", Loads()), ("SAVE_SHARDED", Loads()), ("LOAD_SHARDED", Loads)):
         with pytest.raises(PolicyError, match="needs a method"):
             register(StrategyAction[action], "zarr", 1, strategy)
-    with pytest.raises(PolicyError, match="no action"):
+    with pytest.raises(PolicyError, match="not an action"):
         register("load_sharded", "zarr", 1, Loads())
 
 

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from functional_ckpt.cli.completion import VARIABLE, candidates
 from functional_ckpt.cli.parser import make_parser
+from functional_ckpt.cli.screen import write
 from functional_ckpt.errors import CheckpointError, CheckpointErrors, NotACheckpointError
 
 __all__ = ["main"]
@@ -30,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     1 array (24 B in 1 chunk), 1 value
     0
     """
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    if os.environ.get(VARIABLE):
+        write(candidates(parser, sys.argv[1:] if argv is None else argv))
+        return 0
+    arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

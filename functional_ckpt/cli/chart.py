@@ -24,7 +24,8 @@ Facts = dict[str, Any]
 _MOST_ROWS, _MOST_COLUMNS = 40, 60
 _MOST_RANKS = 16
 _WIDTH, _HEIGHT, _LEAST = 480.0, 360.0, 40.0
-_SGR = (44, 46, 43, 45, 42, 41)
+#: Bright backgrounds of a terminal, under black.
+_SGR = (104, 106, 103, 105, 102, 101)
 _HOW = {
     "exclusive": "each chunk was written by the rank that held all of it",
     "owned": "each chunk was written by one rank, and others sent it what they held of it",
@@ -85,20 +86,20 @@ def chart_lines(screen: Screen, found: Facts) -> list[str]:
         return [*lines, "", "There is no chunk: the array has no elements."]
     plane = _Plane(found)
     wide = max(len(_name(chunk)) for chunk in found["chunks"]) + 1
-    fits = _MOST_COLUMNS if screen.width is None else max(1, min(_MOST_COLUMNS, (screen.width - 2) // wide))
+    fits = _MOST_COLUMNS if screen.width is None else max(1, min(_MOST_COLUMNS, (screen.width - 3) // wide))
     rows, shown = plane.rows[:_MOST_ROWS], min(fits, len(plane.columns))
     lines += ["", plane.caption(len(rows), shown)]
     for row in rows:
         cells = [plane.at(row, column) for column in plane.columns[:shown]]
-        lines.append("  " + "".join(_cell(screen, chunk, wide) for chunk in cells))
+        lines.append("   " + "".join(_cell(screen, chunk, wide) for chunk in cells))
     return lines
 
 
 def _cell(screen: Screen, chunk: Facts, wide: int) -> str:
-    text = _name(chunk).rjust(wide)
+    text = f"{_name(chunk):>{wide - 1}} "
     if not screen.colours or chunk["rank"] is None:
         return text
-    return f"\x1b[{_SGR[chunk['rank'] % len(_SGR)]}m{text}\x1b[0m"
+    return f"\x1b[30;{_SGR[chunk['rank'] % len(_SGR)]}m{text}\x1b[0m"
 
 
 def _name(chunk: Facts) -> str:
@@ -143,14 +144,15 @@ class _Plane:
         counts = [1] * (2 - len(self.axes)) + [grid[axis] for axis in self.axes]
         self.rows, self.columns = range(counts[0]), range(counts[1])
         self._ndim = len(grid)
-        self._chunks = {tuple(chunk["index"]): chunk for chunk in found["chunks"]}
+        self._chunks: dict[tuple[int, ...], Facts] = {tuple(chunk["index"]): chunk for chunk in found["chunks"]}
 
     def at(self, row: int, column: int) -> Facts:
         """Return the chunk in a row and column."""
         index = [0] * self._ndim
         for axis, place in zip(self.axes, (row, column)[2 - len(self.axes) :], strict=True):
             index[axis] = place
-        return self._chunks[tuple(index)]
+        chunk: Facts = self._chunks[tuple(index)]
+        return chunk
 
     def box(self, chunk: Facts) -> Box:
         """Return the rows and columns of elements that a chunk holds."""

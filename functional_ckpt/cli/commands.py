@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from functional_ckpt.cli.screen import Screen, write
 from functional_ckpt.errors import NotACheckpointError
+from functional_ckpt.plan.text import clean, size
 
-__all__ = ["chart", "ls", "show", "tree", "verify"]
+__all__ = ["chart", "completion", "ls", "rm", "show", "sweep", "tree", "verify"]
 
 
 def ls(arguments: argparse.Namespace) -> int:
@@ -75,6 +77,43 @@ def verify(arguments: argparse.Namespace) -> int:
     found = facts.verification(checkpoint)
     _print(arguments, found, lambda screen: tables.verification(screen, found))
     return 0 if found["ok"] else 1
+
+
+def rm(arguments: argparse.Namespace) -> int:
+    """Remove checkpoints, if that is what the person means."""
+    from functional_ckpt.cli import removal
+
+    found = removal.removable(arguments.paths)
+    if not (arguments.yes or arguments.dry_run):
+        if not sys.stdin.isatty():
+            print("functional-ckpt: nothing is removed without --yes where nobody can be asked", file=sys.stderr)
+            return 2
+        if not removal.is_agreed(found):
+            return 1
+    if not arguments.dry_run:
+        removal.removed(found)
+    word = "would remove" if arguments.dry_run else "removed"
+    lines = [f"{word} {clean(each['path'])}, {size(each['nbytes'])}" for each in found["checkpoints"]]
+    return _print(arguments, {**found, "dry_run": arguments.dry_run}, lambda _: lines)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Remove what dead saves have left."""
+    from functional_ckpt.cli import removal
+
+    found = removal.swept(arguments.path)
+    lines = [f"removed {clean(name)}" for name in found["removed"]] or ["nothing to remove"]
+    for text in found["left"]:
+        print(f"functional-ckpt: {clean(text)}", file=sys.stderr)
+    return _print(arguments, found, lambda _: lines)
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print a shell's script."""
+    from functional_ckpt.cli.completion import SCRIPTS
+
+    write(SCRIPTS[arguments.shell].splitlines())
+    return 0
 
 
 def _opened(path: str) -> Any:

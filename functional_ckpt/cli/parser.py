@@ -6,12 +6,18 @@ from typing import Any
 
 from functional_ckpt import __version__
 from functional_ckpt.cli import commands
+from functional_ckpt.cli.completion import SCRIPTS
 
 __all__ = ["make_parser"]
 
 _EPILOG = """\
 exit status: 0 fine, 1 a problem was found (damage, no such key or prefix), 2 nothing there to look into (or the
 command line is wrong), 130 interrupted. NO_COLOR=1 turns colours off; into a pipe go neither colours nor lines."""
+
+_COMPLETION = """\
+Print what makes a shell complete commands, options and keys. In ~/.bashrc: eval "$(functional-ckpt completion bash)";
+in ~/.zshrc, after compinit: eval "$(functional-ckpt completion zsh)"; for fish:
+functional-ckpt completion fish > ~/.config/fish/completions/functional-ckpt.fish"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,6 +40,14 @@ def make_parser() -> argparse.ArgumentParser:
     chart.add_argument("key", metavar="KEY", help="key of an array")
     chart.add_argument("--svg", metavar="FILE", nargs="?", const="-", help="draw a figure, to FILE or standard output")
     _command(found, "verify", commands.verify, "read every chunk and compare it with its digest")
+    rm = _command(found, "rm", commands.rm, "remove checkpoints; files of others, and what is pinned, stay", "paths")
+    rm.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
+    rm.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    _command(found, "sweep", commands.sweep, "remove what saves that died have left in a directory of checkpoints")
+    completion = found.add_parser("completion", help="print what makes a shell complete commands, options and keys",
+                                  description=_COMPLETION, epilog=_EPILOG)  # fmt: skip
+    completion.add_argument("shell", metavar="SHELL", choices=sorted(SCRIPTS), help="bash, zsh or fish")
+    completion.set_defaults(run=commands.completion)
     return parser
 
 
@@ -44,11 +58,12 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _command(found: Any, name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+def _command(found: Any, name: str, run: Callable[..., int], text: str, path: str = "path") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = found.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG
     )
-    parser.add_argument("path", metavar="PATH", help="directory or URL of a checkpoint")
+    several = {"nargs": "+"} if path == "paths" else {}
+    parser.add_argument(path, metavar="PATH", help="directory or URL of a checkpoint", **several)  # type: ignore[arg-type]
     parser.add_argument("--json", action="store_true", help="print JSON for programs instead of text for people")
     parser.set_defaults(run=run)
     return parser

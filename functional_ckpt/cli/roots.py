@@ -2,15 +2,20 @@
 
 import os
 import time
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from functional_ckpt.cli.facts import number_of, provenance_of
 from functional_ckpt.cli.screen import Screen, columns
+from functional_ckpt.errors import CheckpointError
 from functional_ckpt.plan.outline import natural
+from functional_ckpt.plan.retention import metrics_of
 from functional_ckpt.plan.text import count, size
 from functional_ckpt.store.commit import MANIFEST, ROOT
 from functional_ckpt.store.opening import directory_of, open_store
+from functional_ckpt.store.reading import root_attributes
+from functional_ckpt.store.steps import PIN
 
 __all__ = ["checkpoints_in", "root_lines", "root_listing"]
 
@@ -49,16 +54,17 @@ def root_listing(path: str, found: list[Path]) -> Facts:
 
 
 def _step(path: Path) -> Facts:
-    saved = provenance_of(open_store(path)) or {}
+    store = open_store(path)
+    saved = provenance_of(store) or {}
     ranks = saved.get("ranks")
     ranks = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
     sizes = [number_of(rank.get("nbytes")) for rank in ranks]
     finished = number_of(saved.get("finished"))
-    if finished is None:
-        try:
-            finished = os.stat(path / ROOT).st_mtime
-        except OSError:
-            finished = None
+    try:
+        finished = os.stat(path / ROOT).st_mtime if finished is None else finished
+        attributes = root_attributes(store, store.read(ROOT))
+    except (OSError, CheckpointError):
+        attributes = {}
     return {
         "name": path.name,
         "path": str(path),
@@ -66,18 +72,28 @@ def _step(path: Path) -> Facts:
         "age_s": None if finished is None else time.time() - finished,
         "nbytes": int(sum(n for n in sizes if n is not None)) if sizes and None not in sizes else None,
         "ranks": len(ranks) or None,
+        "metrics": {name: value if isfinite(value) else str(value) for name, value in metrics_of(attributes).items()},
+        "pinned": os.path.lexists(f"{path}{PIN}"),
     }
 
 
 def root_lines(screen: Screen, found: Facts) -> list[str]:
     """Return what ``ls`` says of a directory of checkpoints."""
     rows = [
-        (c["name"], _age(c["age_s"]), "" if c["nbytes"] is None else size(c["nbytes"]), str(c["ranks"] or ""))
+        (c["name"], _age(c["age_s"]), "" if c["nbytes"] is None else size(c["nbytes"]), str(c["ranks"] or ""),
+         "pinned" if c["pinned"] else "", _metrics(c["metrics"]))
         for c in found["checkpoints"]
-    ]
-    names = ("checkpoint", "age", "bytes", "ranks")
+    ]  # fmt: skip
+    names = ("checkpoint", "age", "bytes", "ranks", "pinned", "metrics")
+    used = [i for i in range(len(names)) if i < 4 or any(row[i] for row in rows)]
     total = f"{count(len(rows), 'checkpoint')}, {size(found['totals']['nbytes'])}"
-    return [*columns(screen, names, "<>>>", rows), "", total]
+    sides = "".join("<>>><<"[i] for i in used)
+    lines = columns(screen, [names[i] for i in used], sides, [[row[i] for i in used] for row in rows]) if rows else []
+    return [*lines, *([""] if rows else []), total]
+
+
+def _metrics(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.6g}'}" for name, value in metrics.items())
 
 
 def _age(seconds: float | None) -> str:

@@ -35,8 +35,8 @@ def listing(screen: Screen, found: Facts) -> Lines:
     if tied:
         lines += [*columns(screen, ("tied key", "is stored as"), "<<", [(t["key"], t["target"]) for t in tied]), ""]
     if values:
-        rows = [(v["key"], short(shown(v["value"]))) for v in values]
-        lines += [*columns(screen, ("value", "holds"), "<<", rows), ""]
+        held = [(v["key"], short(shown(v["value"]))) for v in values]
+        lines += [*columns(screen, ("value", "holds"), "<<", held), ""]
     totals = found["totals"]
     line = f"{count(len(arrays), 'array')} ({size(totals['nbytes'])} in {count(totals['chunks'], 'chunk')})"
     line += f", {count(len(tied), 'tied key')}" if tied else ""

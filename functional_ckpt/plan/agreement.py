@@ -14,8 +14,8 @@ from functional_ckpt.plan.fingerprint import fingerprint
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.state import LocalState
 from functional_ckpt.spec.grid import Block, block_of, sharding_of_blocks
-from functional_ckpt.spec.mesh import Sharding
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.sharding import Sharding
 
 __all__ = ["Basis", "Proposal", "contents_agree", "known_shardings", "propose", "world_digest"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.spec.mesh import Sharding
+from functional_ckpt.spec.sharding import Sharding
 
 __all__ = ["fingerprint"]
 

@@ -20,7 +20,7 @@ from functional_ckpt.plan.save import padded_chunks
 from functional_ckpt.spec.array import can_cast
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import runs
-from functional_ckpt.spec.sharding import Fragment, ShardSpec, fragments
+from functional_ckpt.spec.shard import Fragment, ShardSpec, fragments
 from functional_ckpt.spec.table import padded, padded_shapes
 
 __all__ = ["ArrayRead", "Fill", "LoadPlan", "plan_load", "plan_read_once", "reads_of", "wanted_pieces"]

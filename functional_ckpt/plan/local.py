@@ -19,8 +19,10 @@ from functional_ckpt.plan.placed import PlacedGroup
 from functional_ckpt.plan.save import GIB, SavePlan, by_array, padded_chunks, restrict
 from functional_ckpt.plan.state import LocalState, Part
 from functional_ckpt.spec.columns import Ints
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding, common_face, is_even
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate
+from functional_ckpt.spec.sharding import PlacedArray, Sharding
+from functional_ckpt.spec.split import common_face, is_even
 from functional_ckpt.spec.table import key_hashes, padded_shapes, widest
 
 __all__ = ["local_array_plans", "placed_leaves", "plan_local_save"]

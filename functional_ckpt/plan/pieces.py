@@ -57,7 +57,7 @@ def pieces_of(table: ShardTable, writers: Ints) -> Pieces:
     Examples
     --------
     >>> from functional_ckpt.spec.array import ArraySpec
-    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> from functional_ckpt.spec.shard import ShardSpec
     >>> table = ShardTable.of(0, [ShardSpec(a := ArraySpec("w", (2, 3), "int8"), a.box, 0, (1, 6))])
     >>> pieces_of(table, np.array([0])).start.tolist()
     [[0, 1], [1, 0]]
@@ -83,7 +83,7 @@ def cut_at_chunks(pieces: Pieces, shapes: Ints, chunks: Ints) -> Pieces:
     Examples
     --------
     >>> from functional_ckpt.spec.array import ArraySpec
-    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> from functional_ckpt.spec.shard import ShardSpec
     >>> table = ShardTable.of(0, [ShardSpec(a := ArraySpec("w", (4,), "int8"), a.box)])
     >>> cut = cut_at_chunks(pieces_of(table, np.array([0])), table.shapes, np.array([[3]]))
     >>> cut.chunk.tolist(), cut.stop.tolist()

@@ -15,7 +15,9 @@ from functional_ckpt.plan.owner import Owners, pick_owner
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks
 from functional_ckpt.plan.replica import elect_copy
 from functional_ckpt.spec.columns import Ints, ravelled, spread, unravelled
-from functional_ckpt.spec.mesh import Mesh, Sharding, Split, split_of
+from functional_ckpt.spec.mesh import Mesh
+from functional_ckpt.spec.sharding import Sharding
+from functional_ckpt.spec.split import Split, split_of
 
 __all__ = ["PlacedGroup"]
 

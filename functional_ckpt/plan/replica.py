@@ -21,7 +21,7 @@ def choose_writers(table: ShardTable, rule: str) -> tuple[Ints, list[ReplicaErro
     Examples
     --------
     >>> from functional_ckpt.spec.array import ArraySpec
-    >>> from functional_ckpt.spec.sharding import ShardSpec, World
+    >>> from functional_ckpt.spec.shard import ShardSpec, World
     >>> a = ArraySpec("w", (2,), "int8")
     >>> table, _ = ShardTable.of_world(World([[ShardSpec(a, a.box, 1)], [ShardSpec(a, a.box, 0)]]))
     >>> choose_writers(table, "declared")

@@ -14,7 +14,7 @@ from functional_ckpt.plan.replica import choose_writers
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Ints, runs
-from functional_ckpt.spec.sharding import Fragment, World
+from functional_ckpt.spec.shard import Fragment, World
 from functional_ckpt.spec.table import ShardTable, padded, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
 
@@ -76,7 +76,7 @@ class SavePlan:
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> from functional_ckpt.spec.shard import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> plan = plan_save(World(((ShardSpec(w, w.box),),)), LayoutPolicy())
     >>> [(x.rank, x.box) for x in plan.writes]
@@ -175,7 +175,7 @@ def plan_save(
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> from functional_ckpt.spec.shard import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> plan_save(World(((ShardSpec(w, Box((0,), (3,))),),)), LayoutPolicy())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -200,7 +200,7 @@ def check_main_replicas(table: ShardTable) -> list[ProblemError]:
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> from functional_ckpt.spec.shard import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> table = ShardTable.of(0, [ShardSpec(w, w.box, 1), ShardSpec(w, Box((0,), (3,)))])
     >>> [type(problem).__name__ for problem in check_main_replicas(table)]
@@ -253,7 +253,7 @@ def restrict(plan: SavePlan, rank: int) -> SavePlan:
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import ShardSpec
+    >>> from functional_ckpt.spec.shard import ShardSpec
     >>> w = ArraySpec("w", (4,), "int8")
     >>> plan = plan_save(World(((ShardSpec(w, w.box),), ())), LayoutPolicy())
     >>> len(restrict(plan, 0).writes), len(restrict(plan, 1).writes)

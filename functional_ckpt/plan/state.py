@@ -11,8 +11,8 @@ from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, Alias, ArrayEntry, Manifest, PerRankEntry, RankItem, ValueEntry
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.columns import Columns, Ints, to_column
-from functional_ckpt.spec.mesh import Sharding
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.spec.tree import unflatten
 

@@ -23,7 +23,7 @@ from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, PerRank, adapter_
 from functional_ckpt.run.objects import object_bytes, trust_needed, warn_of_trust
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import check_key
-from functional_ckpt.spec.mesh import relabelled
+from functional_ckpt.spec.sharding import relabelled
 from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
 from functional_ckpt.store.buffer import WHOLE, Buffer
 from functional_ckpt.store.encoding import Array
@@ -189,7 +189,7 @@ def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, path: Path, le
         for inner, value in flatten(leaf.value):
             if isinstance(value, PerRank):
                 raise UnsupportedLeafError("a PerRank holds another", key_of((*path, *inner)))
-            below = (*path, RankItem(seen.rank), *inner)
+            below: Any = (*path, RankItem(seen.rank), *inner)
             seen.guard(key_of(below), _add_leaf, seen, taken, size, below, value)
         return
     adapter = adapter_of(leaf)

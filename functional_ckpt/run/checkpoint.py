@@ -21,7 +21,7 @@ from functional_ckpt.plan.text import count, size
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import Fragment
+from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.spec.tree import DictKey, has_prefix, map_leaves, unflatten
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.buffer import HostBuffer

@@ -15,8 +15,8 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.mesh import Sharding
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.encoding import Array, dtype_name, has_dtype, numpy_dtype
 

@@ -23,16 +23,15 @@ from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.wanted import Told, WantedKeys
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
-from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.execute import check_needed, read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
@@ -151,12 +150,7 @@ class _Loader:
         except CheckpointError as error:
             self._problems.append(error)
             return LoadPlan(())
-        needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
-        for read in plan.reads:
-            entry, grid = entries[read.key], entries[read.key].grid
-            for index in [(0,) * len(grid.shape)] if grid.is_single else grid.touched(read.box):
-                needed[entry.spec.key, index] = entry
-        self._problems += check_chunks(self.store, ((entry, index) for (_, index), entry in needed.items()))
+        self._problems += check_needed(plan, entries, self.store)
         return plan
 
     def request(self, plan: LoadPlan) -> _Request:

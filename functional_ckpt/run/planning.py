@@ -27,13 +27,13 @@ from functional_ckpt.plan.state import (
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.run.policy import SavePolicy
-from functional_ckpt.spec.mesh import Sharding
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.table import ShardRows, ShardTable
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.opening import open_store
 
-__all__ = ["Agreed", "Plan", "PlanMemory", "Planner", "decode_state", "encode_state", "plan_alone", "plan_gathered"]
+__all__ = ["Plan", "PlanMemory", "Planner", "decode_state", "encode_state", "plan_alone", "plan_gathered"]
 
 #: Plans kept in a memory: a training loop saves one or two kinds of state.
 _KEPT = 8
@@ -41,16 +41,10 @@ _KEPT = 8
 
 @attrs.frozen
 class Plan:
-    """A save but for its values: the merged structure, the layout of every array, and `mine`, this rank's part."""
+    """What a save does: the merged state of all ranks, the layout of every array, and `mine`, this rank's part.
 
-    structure: GlobalState
-    arrays: tuple[ArrayPlan, ...]
-    mine: SavePlan
-
-
-@attrs.frozen
-class Agreed:
-    """What all ranks have agreed on: the merged state, the layout of every array, and `mine`, this rank's part."""
+    In memory it is without the contents of the state.
+    """
 
     state: GlobalState
     arrays: tuple[ArrayPlan, ...]
@@ -88,7 +82,7 @@ class Planner:
     def __init__(self, path: str | Path, policy: SavePolicy, gather: Gather, memory: PlanMemory) -> None:
         self.path, self.policy, self.gather, self.memory = path, policy, gather, memory
 
-    def agree(self, describe: Callable[[], Captured]) -> tuple[Agreed, Captured]:
+    def agree(self, describe: Callable[[], Captured]) -> tuple[Plan, Captured]:
         """Describe this rank's state, come to a plan with all ranks, and return both.
 
         Raises
@@ -117,9 +111,9 @@ class Planner:
         remembered = known[1] if known and all(proposal.planned == world for proposal in proposals) else None
         shardings = None if remembered else known_shardings(basis, proposals)
         parts = self._told(mine.common, proposals, remembered is None and shardings is None)
-        agreed, plan = agree(self.gather, lambda: self._agreed(remembered, basis, shardings, parts, proposals, budget))
+        plan, state = agree(self.gather, lambda: self._planned(remembered, basis, shardings, parts, proposals, budget))
         self.memory.keep(proposals[self.gather.rank].basis, world, plan)
-        return agreed, mine
+        return attrs.evolve(plan, state=state), mine
 
     def _basis(self, mine: Captured, own: LocalState) -> Basis:
         store, group = open_store(self.path, access=self.policy.store), self.gather
@@ -140,7 +134,7 @@ class Planner:
         known: dict[bytes, tuple[LocalState, Any]] = {}
         return [*enumerate(decode_state(*each, known) for each in told), *_owns(proposals)]
 
-    def _agreed(
+    def _planned(
         self,
         remembered: Plan | None,
         basis: Basis,
@@ -148,7 +142,7 @@ class Planner:
         parts: Sequence[Part],
         proposals: Sequence[Proposal],
         budget_nbytes: int,
-    ) -> tuple[Agreed, Plan]:
+    ) -> tuple[Plan, GlobalState]:
         problems = content_problems(parts, self.policy.replicated)
         try:
             if remembered is not None:
@@ -162,7 +156,7 @@ class Planner:
             raise_problems([*problems, error])
             raise
         raise_problems(problems)
-        return Agreed(filled(plan.structure, parts), plan.arrays, plan.mine), plan
+        return plan, filled(plan.state, parts)
 
 
 def _owns(proposals: Sequence[Proposal]) -> list[Part]:

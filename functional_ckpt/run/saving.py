@@ -32,11 +32,11 @@ from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
-from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
+from functional_ckpt.plan.state import ChunkRows, build_manifest
 from functional_ckpt.plan.writers import writers_to
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, LocalGather, agree, together
-from functional_ckpt.run.planning import Agreed, PlanMemory, Planner
+from functional_ckpt.run.planning import Plan, PlanMemory, Planner
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.timed import TimedStore
@@ -69,13 +69,11 @@ _NOTHING = HostBuffer(np.empty(0, np.uint8))
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A save that all ranks have agreed on: where, what, and what of it is `mine`, this rank's part."""
+    """A save that all ranks have agreed on: where it goes, its plan, and the memory that this rank's part is in."""
 
     gather: Gather
     policy: SavePolicy
-    state: GlobalState
-    arrays: tuple[ArrayPlan, ...]
-    mine: SavePlan
+    plan: Plan
     buffers: tuple[Buffer, ...]
     site: Site
     claim: SaveClaim | None
@@ -100,19 +98,19 @@ def prepare_captured(
         On every rank, if any rank has a problem.
     """
     started = time.time()
-    agreed, held = Planner(path, policy, gather, memory).agree(describe)
-    _check_codecs(policy, agreed)
-    names = [node_name(array.spec.key) for array in agreed.arrays] if gather.rank == 0 else []
+    plan, held = Planner(path, policy, gather, memory).agree(describe)
+    _check_codecs(policy, plan)
+    names = [node_name(array.spec.key) for array in plan.arrays] if gather.rank == 0 else []
     site, claim = _begin(path, policy, gather, overwrite, [*names, METADATA_FILE] if policy.metadata_file else names)
-    return Prepared(gather, policy, agreed.state, agreed.arrays, agreed.mine, held.buffers, site, claim, started)
+    return Prepared(gather, policy, plan, held.buffers, site, claim, started)
 
 
-def _check_codecs(policy: SavePolicy, agreed: Agreed) -> None:
+def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
     """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
     prefixes = [prefix for prefix, _ in policy.layout.codecs]
     if prefixes:
-        keys = [array.spec.key for array in agreed.arrays]
-        keys += [alias.key for alias in agreed.state.aliases] + [value.key for value in agreed.state.values]
+        keys = [array.spec.key for array in plan.arrays]
+        keys += [alias.key for alias in plan.state.aliases] + [value.key for value in plan.state.values]
         raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 
@@ -141,7 +139,7 @@ def _begin(
 
 def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
     """Copy what this rank will write, so that the caller's memory is free to change; `background` takes over."""
-    mine = prepared.mine
+    mine = prepared.plan.mine
 
     def copy() -> tuple[Buffer, ...]:
         tracker.enter("stage", mine.written_nbytes(prepared.gather.rank))
@@ -185,8 +183,7 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
 
 def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
-    gather = prepared.gather
-    mine = prepared.mine
+    gather, plan, mine = prepared.gather, prepared.plan, prepared.plan.mine
     with abandoning(prepared):
         opened = prepared.site.store(_sync_mode(prepared.policy.durability, mine, gather.rank))
     store = cast("Store", TimedStore(opened, tracker))
@@ -208,13 +205,14 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     with abandoning(prepared):
         receipts = together(gather, write_mine)
         digested = receipts
-        if any(array.layout.ownership == "shared" for array in prepared.arrays):
+        if any(array.layout.ownership == "shared" for array in plan.arrays):
             digested = receipts + together(gather, digest_mine)
-        chunks = _all_chunks(prepared.arrays, digested)
-        manifest = agree(gather, lambda: build_manifest(prepared.state, prepared.arrays, chunks))
-        written = Written(prepared, store, manifest, tuple(receipts))
-        checked_s = agree(gather, lambda: _check_written(written, tracker))
-    return attrs.evolve(written, checked_s=checked_s)
+
+        def check() -> Written:
+            manifest = build_manifest(plan.state, plan.arrays, _all_chunks(plan.arrays, digested))
+            return _checked(Written(prepared, store, manifest, tuple(receipts)), tracker)
+
+        return agree(gather, check)
 
 
 def publish_written(written: Written) -> Manifest:
@@ -249,8 +247,8 @@ def abandon_written(written: Written) -> None:
             warnings.warn(f"a save was given up, and {problem}", CheckpointWarning, stacklevel=2)
 
 
-def _check_written(written: Written, tracker: Tracker) -> float:
-    """Fail if this rank has cancelled, or a chunk is missing; return when that was known."""
+def _checked(written: Written, tracker: Tracker) -> Written:
+    """Fail if this rank has cancelled, or a chunk is missing; note when that was known."""
     gather = written.prepared.gather
     tracker.enter("publish")
     if tracker.cancelled.is_set():
@@ -261,7 +259,7 @@ def _check_written(written: Written, tracker: Tracker) -> float:
     if not written.store.capabilities.sized:  # a listing has everything: it is asked for once
         receipts = [] if gather.rank else list(written.receipts)
     _check_presence(written.store, written.manifest, receipts)
-    return time.monotonic()
+    return attrs.evolve(written, checked_s=time.monotonic())
 
 
 def _publish(written: Written) -> tuple[str, ...]:
@@ -353,7 +351,7 @@ def _check_presence(store: Store, manifest: Manifest, receipts: Sequence[Receipt
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
     names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
-    chunks = _all_chunks(prepared.arrays, receipts)
+    chunks = _all_chunks(prepared.plan.arrays, receipts)
     ranks = np.repeat(np.arange(len(receipts)), [len(receipt.chunks) for receipt in receipts])
     return {
         "save_id": prepared.site.save_id,
@@ -370,7 +368,7 @@ def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
             }
             for r in receipts
         ],
-        "writers": writers_to(prepared.arrays, chunks.array, chunks.chunk, ranks),
+        "writers": writers_to(prepared.plan.arrays, chunks.array, chunks.chunk, ranks),
     }
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.mesh import CellMesh, Sharding
+from functional_ckpt.spec.mesh import CellMesh
 from functional_ckpt.spec.placement import Replicate, Shard
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.sharding import Sharding
 
 __all__ = ["Block", "block_of", "fragment_shape", "grid_index", "sharding_of_blocks"]
 
@@ -33,7 +34,7 @@ def block_of(shards: Sequence[ShardSpec]) -> tuple[tuple[int, ...], Block] | Non
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import from_rank_offsets
+    >>> from functional_ckpt.spec.shard import from_rank_offsets
     >>> block_of([from_rank_offsets("w", "int8", (2,), (0, i, 4)) for i in (1, 2)])
     ((4,), Block(start=(1,), stop=(3,), replica_id=(0,)))
     """
@@ -93,7 +94,7 @@ def grid_index(shard: ShardSpec) -> tuple[int, ...]:
 
     Examples
     --------
-    >>> from functional_ckpt.spec.sharding import from_rank_offsets
+    >>> from functional_ckpt.spec.shard import from_rank_offsets
     >>> grid_index(from_rank_offsets("w", "int8", (2, 3), (0, 1, 4), (1, 2, 3)))
     (1, 2)
     """

@@ -15,7 +15,7 @@ from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.flat import joined
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.tiling import chunked_sizes
 
 __all__ = ["PlacedShard", "Placement", "Replicate", "Shard", "StridedShard", "axis_spans", "from_placements"]

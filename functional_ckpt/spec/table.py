@@ -11,7 +11,7 @@ from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Columns, Ints, ravelled, to_column
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.shard import ShardSpec, World
 
 __all__ = ["Conflict", "ShardRows", "ShardTable", "key_hashes", "padded", "padded_shapes", "unpadded", "widest"]
 

@@ -22,12 +22,13 @@ from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import Fragment
+from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
     SMALL_CHUNK_NBYTES,
+    check_chunks,
     check_digest,
     chunk_digest,
     decoding_nbytes,
@@ -51,7 +52,7 @@ from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
 from functional_ckpt.store.part import blocks_of, ranges_of, read_part
 from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 
-__all__ = ["Receipt", "content_digest", "digest_shared", "read_plan", "write_plan"]
+__all__ = ["Receipt", "check_needed", "content_digest", "digest_shared", "read_plan", "write_plan"]
 
 OnBytes = Callable[[int], None]
 
@@ -123,46 +124,45 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
     for number, shard, run, start, stop in zip(*(column.tolist() for column in columns), strict=True):
         array = plan.arrays[number]
         front = len(start) - len(array.spec.shape)
-        source = _Source(number, array, Box(start[front:], stop[front:]), run, buffers[shard], store)
-        work += source.work(number in headers)
+        source = Fragment(Box(start[front:], stop[front:]), run)
+        work += _writers(number, array, source, buffers[shard], store, number in headers)
         headers.discard(number)
     return work + [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in sorted(headers)]
 
 
-@attrs.frozen(eq=False)
-class _Source:
-    """A region to write, of array number `number`; it begins at element `run` of a buffer."""
+def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, header: bool) -> list[Work]:
+    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk."""
+    itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
+    nbytes = source.box.size * itemsize
+    write = partial(_write_pieces, number, array, source, buffer, store)
+    if nbytes < SMALL_NBYTES:
+        return [Work(nbytes, partial(write, pieces, header), nbytes)]
+    # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
+    held = decoding_nbytes(array.layout)
+    first = [Work(0, partial(write_header, array, store), 0)] if header else []
+    return first + [Work(piece.box.size * itemsize, partial(write, (piece,), False), held) for piece in pieces]
 
-    number: int
-    array: ArrayPlan
-    box: Box
-    run: int
-    buffer: Buffer
-    store: Store
 
-    def work(self, header: bool) -> list[Work]:
-        """Return the work: one item if the region is small, else one per chunk."""
-        pieces = _pieces(self.array.grid, self.box)
-        nbytes = self.box.size * self.array.spec.itemsize
-        if nbytes < SMALL_NBYTES:
-            return [Work(nbytes, partial(self.write, pieces, header), nbytes)]
-        # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
-        held, itemsize = decoding_nbytes(self.array.layout), self.array.spec.itemsize
-        first = [Work(0, partial(write_header, self.array, self.store), 0)] if header else []
-        return first + [Work(piece.box.size * itemsize, partial(self.write, (piece,), False), held) for piece in pieces]
-
-    def write(self, pieces: Iterable["_Piece"], header: bool) -> list[Digest]:
-        """Write the metadata if `header`, then the pieces."""
-        if header:
-            write_header(self.array, self.store)
-        spec, layout, found = self.array.spec, self.array.layout, []
-        for piece in pieces:
-            values = self.buffer.get(self.box.shape, self.run, _region(self.box, piece.box))
-            if piece.whole:
-                found.append((self.number, piece.position, write_chunk(self.store, spec, layout, piece.box, values)))
-            else:
-                update_chunk(self.store, spec, layout, piece.box, values)
-        return found
+def _write_pieces(
+    number: int,
+    array: ArrayPlan,
+    source: Fragment,
+    buffer: Buffer,
+    store: Store,
+    pieces: Iterable["_Piece"],
+    header: bool,
+) -> list[Digest]:
+    """Write pieces of a fragment, and before them the metadata if `header`."""
+    if header:
+        write_header(array, store)
+    spec, layout, found = array.spec, array.layout, []
+    for piece in pieces:
+        values = buffer.get(source.box.shape, source.run, _region(source.box, piece.box))
+        if piece.whole:
+            found.append((number, piece.position, write_chunk(store, spec, layout, piece.box, values)))
+        else:
+            update_chunk(store, spec, layout, piece.box, values)
+    return found
 
 
 def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes:
@@ -178,6 +178,16 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     for piece in _pieces(ChunkGrid(spec.shape, chunk), spec.box):
         hasher.update(as_bytes(buffer.get(spec.shape, 0, _region(spec.box, piece.box))))
     return hasher.digest()
+
+
+def check_needed(plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store) -> list[StorageError]:
+    """Return a problem for each chunk that `plan` reads from and that is missing, or has a wrong size."""
+    needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
+    for read in plan.reads:
+        entry = entries[read.key]
+        for index in entry.grid.touched(read.box):
+            needed[entry.spec.key, index] = entry
+    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items())))
 
 
 def read_plan(

@@ -8,7 +8,7 @@ import numpy as np
 from functional_ckpt.errors import SpecError, raise_problems
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.strided import View, overlapping
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, HostBuffer

@@ -26,11 +26,14 @@ from functional_ckpt.store.target import foreign_in
 from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
 
 __all__ = [
+    "PIN",
+    "check_removable",
     "check_root",
     "find_steps",
     "is_pinned",
     "pin_step",
     "read_step",
+    "remove_checkpoint",
     "remove_step",
     "step_path",
     "sweep_steps",
@@ -38,7 +41,8 @@ __all__ = [
 ]
 
 _STEP = re.compile(r"step-([0-9]{8,})")
-_PIN = ".pin"
+#: What the name of a file ends with that pins the checkpoint of that name.
+PIN = ".pin"
 _PIN_TEXT = b"While this file is here, functional_ckpt does not remove the step that it names.\n"
 
 
@@ -77,7 +81,7 @@ def find_steps(root: str | os.PathLike[str]) -> dict[int, bool]:
     """
     store = open_store(root)
     names = set(store.children())
-    return {step: _name(step) + _PIN in names for step in _named(names) if _is_committed(store, step)}
+    return {step: _name(step) + PIN in names for step in _named(names) if _is_committed(store, step)}
 
 
 def _named(names: Iterable[str]) -> list[int]:
@@ -98,11 +102,11 @@ def is_pinned(root: str | os.PathLike[str], step: int) -> bool:
     >>> is_pinned("memory://pinned-example", 3)
     False
     """
-    return _is_pinned(open_store(root), step)
+    return _is_pinned(open_store(root), _name(step))
 
 
-def _is_pinned(store: Store, step: int) -> bool:
-    return store.nbytes_of(_name(step) + _PIN) is not None
+def _is_pinned(store: Store, name: str) -> bool:
+    return store.nbytes_of(name + PIN) is not None
 
 
 def read_step(root: str | os.PathLike[str], step: int) -> StepInfo:
@@ -153,7 +157,7 @@ def pin_step(root: str | os.PathLike[str], step: int) -> None:
     if not _is_committed(store, step):
         raise _missing(root, step)
     with suppress(AlreadyExistsError):  # pinned already; what the file holds does not count
-        store.create(_name(step) + _PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
+        store.create(_name(step) + PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
     # Looked at again: who removes the step looks for a pin when it has lost its name.
     if not _is_committed(store, step):
         unpin_step(root, step)
@@ -162,7 +166,7 @@ def pin_step(root: str | os.PathLike[str], step: int) -> None:
 
 def unpin_step(root: str | os.PathLike[str], step: int) -> None:
     """Let a step be removed again; nothing happens if it is not pinned."""
-    open_store(root).delete([_name(step) + _PIN])
+    open_store(root).delete([_name(step) + PIN])
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
@@ -184,23 +188,69 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
     >>> find_steps(root)
     {}
     """
-    store = open_store(root)
-    if not _is_committed(store, step):
+    if not _is_committed(open_store(root), step):
         raise _missing(root, step)
-    if _is_pinned(store, step):
-        raise _pinned(root, step)
-    directory = directory_of(root)
+    _remove(root, _name(step))
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint of any name as `remove_step` does.
+
+    Raises
+    ------
+    NotACheckpointError
+        If there is none.
+    StorageError
+        If it is pinned, holds files of others or is a link: then it stays as it is.
+
+    Examples
+    --------
+    >>> import tempfile, functional_ckpt
+    >>> path = f"{tempfile.mkdtemp()}/last"
+    >>> _ = functional_ckpt.save({"step": 3}, path)
+    >>> remove_checkpoint(path), os.path.exists(path)
+    (None, False)
+    """
+    check_removable(path)
+    root, name = _parent(path)
+    if root is None:
+        _remove_objects(open_store(path))
+    else:
+        _remove(root, name)
+
+
+def check_removable(path: str | os.PathLike[str]) -> None:
+    """Raise what `remove_checkpoint` would, before anything is removed."""
+    store, (root, name), directory = open_store(path), _parent(path), directory_of(path)
+    root_attributes(store, store.read(ROOT))
+    if root is not None and _is_pinned(open_store(root), name):
+        raise _pinned(root, name)
+    if directory is not None:
+        _check_ours(directory)
+
+
+def _parent(path: str | os.PathLike[str]) -> tuple[str | None, str]:
+    """Return where a checkpoint is, and its name there; of a URL with one name, None."""
+    directory = directory_of(path)
+    root, _, name = (os.fspath(path) if directory is None else str(directory)).rstrip("/").rpartition("/")
+    return (None if root.endswith(":/") else root or "/"), name
+
+
+def _remove(root: str | os.PathLike[str], name: str) -> None:
+    store, directory = open_store(root), directory_of(root)
+    if _is_pinned(store, name):
+        raise _pinned(root, name)
     if directory is None or not store.capabilities.rename:
-        _remove_objects(open_store(step_path(root, step)))
+        _remove_objects(open_store(f"{os.fspath(root).rstrip('/')}/{name}"))
         return
-    final = directory / _name(step)
-    with storage_errors("removing a step", str(final)):
+    final = directory / name
+    with storage_errors("removing a checkpoint", str(final)):
         _check_ours(final)
         work = directory / working_name(final.name, new_save_id())
         os.rename(final, work)
-        if _is_pinned(store, step):  # meanwhile: the pin counts
+        if _is_pinned(store, name):  # meanwhile: the pin counts
             os.rename(work, final)
-            raise _pinned(root, step)
+            raise _pinned(root, name)
         sync_directory(directory)  # before any file goes: after a power cut it is whole, or has not its name
         remove_tree(work)
 
@@ -220,7 +270,7 @@ def _check_ours(final: Path) -> None:
     foreign = ["a symbolic link"] if final.is_symlink() else foreign_in(final)
     if foreign:
         raise StorageError(
-            "a step is not removed: it holds what is not part of a checkpoint of functional_ckpt", path=str(final),
+            "not removed: it holds what is not part of a checkpoint of functional_ckpt", path=str(final),
             found=", ".join(foreign[:5]), remedy="Move that away, or remove the directory yourself",
         )  # fmt: skip
 
@@ -254,5 +304,6 @@ def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
     return NotACheckpointError("there is no such step", path=step_path(root, step), found=found)
 
 
-def _pinned(root: str | os.PathLike[str], step: int) -> StorageError:
-    return StorageError("a step is not removed: it is pinned", path=step_path(root, step), remedy="Unpin it first")
+def _pinned(root: str | os.PathLike[str], name: str) -> StorageError:
+    return StorageError("not removed: it is pinned", path=f"{os.fspath(root)}/{name}",
+                        remedy="Unpin it first")  # fmt: skip

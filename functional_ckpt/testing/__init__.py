@@ -13,7 +13,7 @@ Your function says which part of an array each rank holds. The law says that the
 
 >>> from hypothesis import given
 >>> from functional_ckpt import errors
->>> from functional_ckpt.spec.sharding import from_rank_offsets
+>>> from functional_ckpt.spec.shard import from_rank_offsets
 >>> from functional_ckpt.testing import laws, strategies as fst
 >>> @given(fst.meshes())
 ... def test_rows_over_all_ranks(mesh):

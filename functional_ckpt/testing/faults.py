@@ -18,7 +18,7 @@ from functional_ckpt.errors import (
     SpecError,
 )
 from functional_ckpt.spec.array import DTYPES
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.shard import ShardSpec, World
 from functional_ckpt.testing.plans import json_values, manifests
 
 __all__ = ["Fault", "corruptions", "mangled_manifests"]

@@ -17,7 +17,7 @@ from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.save import ArrayWrite, Move, SavePlan, plan_save
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import Fragment, ShardSpec, World, fragments
+from functional_ckpt.spec.shard import Fragment, ShardSpec, World, fragments
 from functional_ckpt.testing import model
 
 __all__ = [

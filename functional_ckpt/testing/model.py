@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import ShardSpec, World
+from functional_ckpt.spec.shard import ShardSpec, World
 
 __all__ = ["bits", "counts", "deal", "edges", "numpy_dtype", "positions", "view"]
 

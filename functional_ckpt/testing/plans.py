@@ -23,7 +23,7 @@ from functional_ckpt.plan.manifest import (
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import ShardSpec, World, from_rank_offsets
+from functional_ckpt.spec.shard import ShardSpec, World, from_rank_offsets
 from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing.regions import shapes
 from functional_ckpt.testing.shardings import array_specs, dtypes, keys

@@ -11,7 +11,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from functional_ckpt.spec.array import DTYPES, ArraySpec, ObjectSpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, PlacedArray, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import (
     Placement,
     Replicate,
@@ -19,12 +19,8 @@ from functional_ckpt.spec.placement import (
     StridedShard,
     from_placements,
 )
-from functional_ckpt.spec.sharding import (
-    Fragment,
-    ShardSpec,
-    World,
-    fragments,
-)
+from functional_ckpt.spec.shard import Fragment, ShardSpec, World, fragments
+from functional_ckpt.spec.sharding import PlacedArray, Sharding
 from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
 from functional_ckpt.testing.regions import (
     boxes,

@@ -9,7 +9,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from numpy.typing import NDArray
 
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import World
+from functional_ckpt.spec.shard import World
 from functional_ckpt.testing.model import deal, numpy_dtype, positions
 from functional_ckpt.testing.shardings import array_specs, shardings
 

@@ -5,7 +5,7 @@ from typing import Any
 import attrs
 import torch
 
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 
 __all__ = ["LocalTensors", "OpaqueObject"]
 

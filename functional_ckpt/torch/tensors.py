@@ -17,8 +17,9 @@ from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh, Sharding
+from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
+from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype

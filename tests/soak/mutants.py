@@ -41,37 +41,37 @@ MUTANTS = (
     Mutant(
         "an object of a store is written without a condition", "store/objects.py",
         "kv().write(name, data, if_equal=_MISSING)", "kv().write(name, data)",
-        ("tests/stores/test_objects.py", "-k", "came_meanwhile or never_replaced"),
+        ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
     ),
     Mutant(
         "a server is not asked whether it heeds conditions", "store/lease.py",
         "            if not store.alone:", "            if store is None:",
-        ("tests/stores/test_objects.py", "-k", "ignores_conditions"),
+        ("tests/stores/test_savers.py", "-k", "ignores_conditions"),
     ),
     Mutant(
         "a root stays though its claim was taken over", "store/commit.py",
         "        if stands():", "        if stands() or store:",
-        ("tests/stores/test_objects.py", "-k", "taken_for_dead"),
+        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
     ),
     Mutant(
         "a claim in an object store is not renewed", "store/lease.py",
         "self._stop.wait(self._store.lease_s / 3)", "self._stop.wait(3600)",
-        ("tests/stores/test_objects.py", "-k", "live_save"),
+        ("tests/stores/test_savers.py", "-k", "live_save"),
     ),
     Mutant(
         "a root that is on its way is not waited for", "store/lease.py",
         "    if content.get(_PUBLISHING):", "    if not content:",
-        ("tests/stores/test_objects.py", "-k", "on_its_way"),
+        ("tests/stores/test_savers.py", "-k", "on_its_way"),
     ),
     Mutant(
         "claims are deleted with what they name", "store/sweep.py",
         "store.delete([name for name in names if name not in signs])", "store.delete(names)",
-        ("tests/stores/test_objects.py", "-k", "half_way"),
+        ("tests/stores/test_savers.py", "-k", "half_way"),
     ),
     Mutant(
         "a request that was repeated is taken for another's object, or the reverse", "store/objects.py",
         "        if found != data:", "        if not found:",
-        ("tests/stores/test_objects.py", "-k", "never_replaced"),
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
     ),
     Mutant(
         "chunks are removed under a root that may come", "run/saving.py",
@@ -81,12 +81,12 @@ MUTANTS = (
     Mutant(
         "what a slow saver leaves is not named", "store/lease.py",
         "        store.publish(name + ABANDONED, taken)", "        del taken",
-        ("tests/stores/test_objects.py", "-k", "taken_for_dead"),
+        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
     ),
     Mutant(
         "a rank writes on though its save was given up", "store/objects.py",
         "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
-        ("tests/stores/test_objects.py", "-k", "given_up"),
+        ("tests/stores/test_savers.py", "-k", "given_up"),
     ),
     Mutant(
         "requests of a store hold more than the budget", "store/work.py",
@@ -272,7 +272,7 @@ MUTANTS = (
         '"zarr.json.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
     ),
     Mutant(
-        "narrow does not look at the offset", "spec/sharding.py",
+        "narrow does not look at the offset", "spec/shard.py",
         " or shard.box.start[axis] % extent", "", ("property_tests/test_narrow.py",),
     ),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
 from tests.stores.proxy import FAULTS

@@ -13,7 +13,7 @@ from functional_ckpt.run.capture import Captured, Describer
 from functional_ckpt.run.leaves import HeldArray
 from functional_ckpt.run.objects import object_bytes, trust_needed
 from functional_ckpt.run.policy import SavePolicy
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.tree import DictKey, Path, unflatten
 from functional_ckpt.store.values import plain_text
 from functional_ckpt.torch.dcp.bridge import SavePlan, WriteItem, is_bytes, is_whole, tree_path, written_box

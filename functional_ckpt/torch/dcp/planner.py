@@ -26,7 +26,7 @@ from functional_ckpt.run.objects import object_from_bytes
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.array import ArraySpec, can_cast
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import ShardSpec, fragments
+from functional_ckpt.spec.shard import ShardSpec, fragments
 from functional_ckpt.torch.dcp.bridge import (
     DefaultLoadPlanner,
     DefaultSavePlanner,

@@ -5,21 +5,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from functional_ckpt.errors import CheckpointError, GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.plan.load import plan_load
-from functional_ckpt.plan.manifest import ArrayEntry, Manifest
+from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import ShardSpec
-from functional_ckpt.store.access import SCHEMES, StorePolicy
-from functional_ckpt.store.base import Store
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.store.access import SCHEMES
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunks
-from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.execute import check_needed, read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
@@ -77,7 +73,7 @@ class ZarrStorageReader(StorageReader):
         check_policy(self, policy, LoadPolicy)
         check_unused(self, policy)
         self.path, self.policy = path, policy
-        self._opened: _Opened | None = None
+        self._opened: Opened | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -101,12 +97,12 @@ class ZarrStorageReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP plans with it: one chunk per tensor."""
-        self._opened = _Opened.at(self.path, self.policy.store)
+        self._opened = Opened.at(self.path, self.policy.store)
         return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Open the checkpoint, unless `read_metadata` has."""
-        self._opened = self._opened or _Opened.at(self.path, self.policy.store)
+        self._opened = self._opened or Opened.at(self.path, self.policy.store)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -118,120 +114,103 @@ class ZarrStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once to where they belong."""
-        opened, self._opened = self._opened or _Opened.at(self.path, self.policy.store), None
-        with closing(opened.source):
+        opened, self._opened = self._opened or Opened.at(self.path, self.policy.store), None
+        with closing(opened):
             self._read(opened, plan, planner)
         return done(None)
 
-    def _read(self, opened: "_Opened", plan: LoadPlan, planner: Any) -> None:
+    def _read(self, opened: Opened, plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
         targets = [planner.resolve_tensor(item) for item in tensors]
-        raise_problems([*_uncovered(tensors, planner), *opened.left_out(plan.items, planner)])
-        with opened.source.guard():
-            streams = opened.streams([item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
-            opened.fill(tensors, [target.detach() for target in targets], self.policy)
+        raise_problems([*_uncovered(tensors, planner), *_left_out(opened.manifest, plan.items, planner)])
+        with opened.guard():
+            streams = _streams(opened, [item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
+            _fill(opened, tensors, [target.detach() for target in targets], self.policy)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, stream in streams:
             planner.load_bytes(item, stream)
-        opened.source.check()
+        opened.check()
 
 
-@attrs.frozen(eq=False)
-class _Opened:
-    """A committed checkpoint while it is read."""
+def _left_out(manifest: Manifest, items: Iterable[ReadItem], planner: Any) -> list[ProblemError]:
+    """Return a problem for each key that is stored and wanted whole, and for which the plan reads nothing.
 
-    source: Opened
+    Needs a planner that shows what it wants, and that may not load in part.
+    """
+    wanted = getattr(planner, "state_dict", None)
+    if not isinstance(wanted, Mapping) or getattr(planner, "allow_partial_load", False):
+        return []
+    planned = {item.dest_index.fqn for item in items}
+    stored = {*manifest.by_key, *(value.key for value in manifest.values)}
+    return [
+        GapError(
+            "the plan reads nothing for a key",
+            key,
+            expected="1 value" if count is None else f"{count} elements",
+            found=0,
+            remedy="Leave it out of the state dict, or pass a planner with allow_partial_load=True",
+        )
+        for key, value in wanted.items()
+        if key in stored and key not in planned and (count := local_numel(value)) != 0
+    ]
 
-    @classmethod
-    def at(cls, path: str | Path, access: StorePolicy) -> "_Opened":
-        """Open the checkpoint at `path`."""
-        return cls(Opened.at(path, access))
 
-    @property
-    def store(self) -> Store:
-        """Where it is read from."""
-        return self.source.store
-
-    @property
-    def manifest(self) -> Manifest:
-        """What it contains."""
-        return self.source.manifest
-
-    def left_out(self, items: Iterable[ReadItem], planner: Any) -> list[ProblemError]:
-        """Return a problem for each key that is stored and wanted whole, and for which the plan reads nothing.
-
-        Needs a planner that shows what it wants, and that may not load in part.
-        """
-        wanted = getattr(planner, "state_dict", None)
-        if not isinstance(wanted, Mapping) or getattr(planner, "allow_partial_load", False):
-            return []
-        planned = {item.dest_index.fqn for item in items}
-        stored = {*self.manifest.by_key, *(value.key for value in self.manifest.values)}
-        return [
-            GapError(
-                "the plan reads nothing for a key",
+def _fill(source: Opened, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
+    """Read the region of each item into its target."""
+    entries = source.manifest.by_key
+    shards: list[ShardSpec] = []
+    buffers: list[Buffer] = []
+    for item, target in zip(items, targets, strict=True):
+        key, box = item.storage_index.fqn, read_box(item)
+        if tuple(target.shape) != box.shape:
+            raise ShapeError(
+                "the planner gives a tensor of another shape than it planned",
                 key,
-                expected="1 value" if count is None else f"{count} elements",
-                found=0,
-                remedy="Leave it out of the state dict, or pass a planner with allow_partial_load=True",
+                offset=box.start,
+                expected=box.shape,
+                found=tuple(target.shape),
             )
-            for key, value in wanted.items()
-            if key in stored and key not in planned and (count := local_numel(value)) != 0
-        ]
+        held = TORCH_LEAVES.target(key, target, 0, "cpu").held
+        stored = entries[key].spec.shape if key in entries else box.stop
+        shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
+        buffers += held.buffers
+    memory = Memory.of(shards, buffers, entries)
+    raise_problems(memory.problems)
+    plan = plan_load(entries, shards, policy.cast)
+    raise_problems(check_needed(plan, entries, source.store))
+    read_plan(plan, entries, buffers, source.store, memory.budget(policy.budget_nbytes), policy.verify)
+    memory.check(entries, source.store, policy.cast, False, policy.budget_nbytes)
 
-    def fill(self, items: list[ReadItem], targets: list[Any], policy: LoadPolicy) -> None:
-        """Read the region of each item into its target."""
-        entries = self.manifest.by_key
-        shards: list[ShardSpec] = []
-        buffers: list[Buffer] = []
-        for item, target in zip(items, targets, strict=True):
-            key, box = item.storage_index.fqn, read_box(item)
-            if tuple(target.shape) != box.shape:
-                raise ShapeError(
-                    "the planner gives a tensor of another shape than it planned",
-                    key,
-                    offset=box.start,
-                    expected=box.shape,
-                    found=tuple(target.shape),
-                )
-            held = TORCH_LEAVES.target(key, target, 0, "cpu").held
-            stored = entries[key].spec.shape if key in entries else box.stop
-            shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
-            buffers += held.buffers
-        memory = Memory.of(shards, buffers, entries)
-        raise_problems(memory.problems)
-        plan = plan_load(entries, shards, policy.cast)
-        needed = {
-            (entries[read.key].spec.key, index): entries[read.key]
-            for read in plan.reads
-            for index in entries[read.key].grid.touched(read.box)
-        }
-        raise_problems(check_chunks(self.store, ((entry, index) for (_, index), entry in needed.items())))
-        read_plan(plan, entries, buffers, self.store, memory.budget(policy.budget_nbytes), policy.verify)
-        memory.check(entries, self.store, policy.cast, False, policy.budget_nbytes)
 
-    def streams(self, items: Iterable[ReadItem], safe_globals: Iterable[Any] | str) -> list[tuple[ReadItem, Streamed]]:
-        """Return the plain values and objects that items ask for; what cannot be read is told of all at once."""
-        objects = ObjectReader(self.store, safe_globals)
-        texts = {value.key: value.text for value in self.manifest.values}
-        problems: list[CheckpointError] = []
-        found: list[tuple[ReadItem, Streamed]] = []
-        for item in items:
-            try:
-                found.append((item, Streamed(self._value(item.storage_index.fqn, texts, objects))))
-            except CheckpointError as error:
-                problems.append(error)
-        raise_problems([*problems, *([objects.problem] if objects.problem else [])])
-        return found
+def _streams(
+    source: Opened, items: Iterable[ReadItem], safe_globals: Iterable[Any] | str
+) -> list[tuple[ReadItem, Streamed]]:
+    """Return the plain values and objects that items ask for.
 
-    def _value(self, key: str, texts: Mapping[str, str], objects: ObjectReader) -> Any:
-        entry: ArrayEntry | None = self.manifest.by_key.get(key)
-        if entry is not None:
-            return objects.read(entry)
-        if key not in texts:
+    Raises
+    ------
+    CheckpointError
+        For all that cannot be read, at once.
+    """
+    objects = ObjectReader(source.store, safe_globals)
+    texts = {value.key: value.text for value in source.manifest.values}
+    problems: list[CheckpointError] = []
+    found: list[tuple[ReadItem, Streamed]] = []
+
+    def value_of(key: str) -> Any:
+        entry = source.manifest.by_key.get(key)
+        if entry is None and key not in texts:
             raise SpecError("the checkpoint has no such value", key)
-        return decode_text(key, texts[key])
+        return decode_text(key, texts[key]) if entry is None else objects.read(entry)
+
+    for item in items:
+        try:
+            found.append((item, Streamed(value_of(item.storage_index.fqn))))
+        except CheckpointError as error:
+            problems.append(error)
+    raise_problems([*problems, *([objects.problem] if objects.problem else [])])
+    return found
 
 
 def has_store(checkpoint_id: Any) -> bool:

@@ -1,6 +1,6 @@
 """The names of ``megatron.core.dist_checkpointing``, and (`plugin`) strategies for Megatron itself.
 
-The modules are called as Megatron's are, and need no Megatron but for `plugin`; the names below, which Megatron has in
+The modules have the names of Megatron's modules; only `plugin` needs Megatron. The names below, which Megatron has in
 its package, are imported on first use.
 """
 

@@ -1,7 +1,7 @@
-"""What a caller of the Megatron-shaped functions can do about a problem, where its remedy speaks of `save` and `load`.
+"""Remedies for callers of the Megatron-shaped functions, in place of those for `functional_ckpt.save` and `load`.
 
-Those functions pass policies of their own choice on, so that advice to pass one leads nowhere: it has to name the
-strategy that takes the policy, the argument of the function, or the field of the leaf.
+These functions choose the policies themselves, so that a caller cannot pass one: the remedy must name the strategy that
+takes the policy, the argument of the function, or the field of the leaf.
 """
 
 import re
@@ -12,7 +12,7 @@ from functional_ckpt.errors import CheckpointError, CheckpointErrors, ProblemErr
 
 __all__ = ["COMMON_HALF", "SHARDED_HALF", "advised", "advising"]
 
-#: Where a policy goes in, by what the remedy names: for the sharded half, and for the common one.
+#: Policy in a remedy -> the argument that takes it: for the sharded half, and for the common half.
 SHARDED_HALF = {
     "LoadPolicy": "sharded_strategy=ZarrLoadShardedStrategy(policy={call}) to load",
     "SavePolicy": "sharded_strategy=ZarrSaveShardedStrategy(policy={call}) to save",
@@ -23,18 +23,20 @@ COMMON_HALF = {
     "SavePolicy": "common_strategy=ZarrSaveCommonStrategy(policy={call}) to save",
     "LayoutPolicy": "common_strategy=ZarrSaveCommonStrategy(policy=SavePolicy(layout={call})) to save",
 }
-#: Remedies that are another thing altogether here, by what tells them.
+#: Pattern in a remedy -> the remedy that replaces it.
 _OTHERS = (
     (r"LoadPolicy\(strict=", "Pass strict='log_unexpected' to load, which leaves out what the checkpoint lacks"),
-    (r"LoadPolicy\(allow_shape_mismatch=", "Make its ShardedTensor with allow_shape_mismatch=True, to align them at "
-     "the origin and fill with zeros"),
+    (
+        r"LoadPolicy\(allow_shape_mismatch=",
+        "Make its ShardedTensor with allow_shape_mismatch=True, to align them at the origin and fill with zeros",
+    ),
     (r"Put any plain value there", "Ask for it by a ShardedObject"),
     (r"PerRank", "Load it with functional_ckpt.load"),
-)  # fmt: skip
+)
 
 
 def advised(problem: ProblemError, places: Mapping[str, str] = SHARDED_HALF) -> ProblemError:
-    """Return a problem whose remedy a caller of the Megatron-shaped functions can follow.
+    """Return a problem with a remedy for callers of the Megatron-shaped functions.
 
     Examples
     --------
@@ -52,7 +54,7 @@ def advised(problem: ProblemError, places: Mapping[str, str] = SHARDED_HALF) -> 
 
 @contextmanager
 def advising(places: Mapping[str, str] = SHARDED_HALF) -> Iterator[None]:
-    """Raise problems as `advised` has them.
+    """Raise problems with the remedies of `advised`.
 
     Examples
     --------
@@ -77,7 +79,7 @@ def advising(places: Mapping[str, str] = SHARDED_HALF) -> Iterator[None]:
 
 
 def _placed(remedy: str, places: Mapping[str, str]) -> str:
-    """Return a remedy with the policy that it names where that goes in."""
+    """Return a remedy with the policy that it names inside the argument that takes it."""
     found = re.search(rf"\b({'|'.join(places)})\(", remedy)
     if found is None:
         return remedy
@@ -87,7 +89,7 @@ def _placed(remedy: str, places: Mapping[str, str]) -> str:
 
 
 def _end_of_call(text: str, start: int) -> int:
-    """Return where the parentheses close that open first after `start`."""
+    """Return the end of the call whose parenthesis opens first after `start`."""
     depth = 0
     for at in range(text.index("(", start), len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)

@@ -1,7 +1,7 @@
-"""Waiting for rank 0 where Megatron has just let it check the shards of all ranks, alone: it may have raised there.
+"""Waiting for rank 0 after Megatron has let it alone check the shards of all ranks, where it may have raised.
 
-The others have gone on, and would wait for it until their timeout. What it takes to check, and to write the file of the
-common half, is known well enough to tell that it does not come.
+The other ranks go on, and would wait for rank 0 until their timeout. The time of the check, and of writing the file of
+the common half, is bounded, so that they can tell when rank 0 does not come any more.
 """
 
 import sys
@@ -18,17 +18,17 @@ from functional_ckpt.torch.group.link import torch_gather
 
 __all__ = ["Expectation", "has_been_checked", "wait_for_rank_0"]
 
-#: How long rank 0 may take besides checking, in seconds, without a change of the file that it writes: enough for one
-#: that is only slow, on a file system that stalls. A rank 0 that dies is noticed at once by other means.
+#: How long rank 0 may take, besides checking, without a change of the file that it writes, in seconds: enough for a
+#: slow rank on a file system that stalls. The death of rank 0 is noticed at once, by its connections.
 PATIENCE_S = 60.0
-#: How long it may take to check one shard of one rank: some fifty times what it takes.
+#: How long rank 0 may take to check one shard of one rank, in seconds: about fifty times what was measured.
 PER_SHARD_S = 0.0005
 
 _SWITCH = "validate_access_integrity"
 
 
 def has_been_checked(entrances: Iterable[CodeType]) -> bool:
-    """Tell whether this is called, however deeply, by one of these functions, told to check the shards.
+    """Tell whether one of these functions is a caller, direct or not, and was asked to check the shards.
 
     Examples
     --------
@@ -47,9 +47,9 @@ def has_been_checked(entrances: Iterable[CodeType]) -> bool:
 
 
 class Expectation:
-    """Until when somebody may still come; `is_over` tells whether that is past.
+    """A deadline for another rank; `is_over` tells whether it is past.
 
-    A change of the file `sign`, if there is one, shows that he is on his way, and begins the time anew.
+    A change of the file `sign`, if one is given, shows that the rank is still working, and restarts the time.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class Expectation:
         self._ends_s = time.monotonic() + seconds
 
     def is_over(self) -> bool:
-        """Tell whether he does not come any more."""
+        """Tell whether the deadline is past."""
         found = self._look()
         if found != self._seen:
             self._seen, self._ends_s = found, time.monotonic() + self._seconds
@@ -78,12 +78,12 @@ class Expectation:
 
 
 def wait_for_rank_0(process_group: Any, timeout_s: float, what: str, shards: int, sign: Path | None = None) -> None:
-    """Return once all ranks of a group are here; `shards` is the number that each holds, about.
+    """Return once all ranks of a group have called this; `shards` is the approximate number of shards of a rank.
 
     Raises
     ------
     RankFailedError
-        On the other ranks, if rank 0 does not come.
+        On the other ranks, if rank 0 does not call it in time.
     """
     if not dist.is_initialized():
         return
@@ -95,7 +95,7 @@ def wait_for_rank_0(process_group: Any, timeout_s: float, what: str, shards: int
         if is_over is None:
             raise
         raise RankFailedError(
-            "rank 0 did not come: Megatron lets it check the shards of all ranks alone, and it probably raised there",
+            "rank 0 did not come: it checks the shards of all ranks alone before this, and probably raised there",
             rank=0,
             found=str(error),
             remedy="Read the error of rank 0",

@@ -1,4 +1,4 @@
-"""Which strategies save and load: those that are passed, those of a name, or those that a checkpoint asks for."""
+"""The choice of strategies: those that are passed, those registered under a name, or those that a checkpoint names."""
 
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,28 @@ __all__ = ["get_default_load_sharded_strategy", "loaders_of", "strategy_for"]
 
 
 def strategy_for(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
-    """Return a strategy, or the one that is registered under a name and version.
+    """Return the strategy `wanted`, or the one that is registered under this name and version.
 
     Raises
     ------
     CheckpointingException
-        If it is none of that kind.
+        If it is not a strategy of that kind.
     """
     found = get_default_strategy(action, *wanted) if isinstance(wanted, tuple) else wanted
     if not isinstance(found, kind):
-        raise PolicyError(f"this is no strategy for {action.value}", expected=kind.__name__, found=repr(found))
+        raise PolicyError(f"this is not a strategy for {action.value}", expected=kind.__name__, found=repr(found))
     return found
 
 
 def loaders_of(
     checkpoint_dir: str | Path, sharded_strategy: Any, common_strategy: Any, checks: bool = True
 ) -> tuple[LoadShardedStrategy, LoadCommonStrategy]:
-    """Return the strategies, which agree to read what lies in the directory: the halves of one save.
+    """Return the strategies that load the two halves of the checkpoint in a directory.
 
     Raises
     ------
     CheckpointingException
-        If there is no checkpoint, or they do not read it.
+        If there is no checkpoint, the halves are of different saves, or the strategies do not read its format.
     """
     config = format_of(checkpoint_dir)
     if config is None:
@@ -47,10 +47,11 @@ def loaders_of(
         there = directory is not None and directory.is_dir()
         reason = why_not(open_store(checkpoint_dir), None)
         raise NotACheckpointError(
-            "this is no distributed checkpoint" if there else "the checkpoint directory does not exist",
-            path=str(checkpoint_dir), found=f"no metadata.json; {reason.found}" if there else None,
+            "this is not a distributed checkpoint" if there else "the checkpoint directory does not exist",
+            path=str(checkpoint_dir),
+            found=f"no metadata.json; {reason.found}" if there else None,
             remedy=reason.remedy,
-        )  # fmt: skip
+        )
     kept = (config.sharded_backend, config.sharded_backend_version)
     common = (config.common_backend, config.common_backend_version)
     sharded_loader = strategy_for(StrategyAction.LOAD_SHARDED, sharded_strategy or kept, LoadShardedStrategy)
@@ -64,7 +65,7 @@ def loaders_of(
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadShardedStrategy:
-    """Return the strategy by which `load` loads the sharded half of a checkpoint if it is given none.
+    """Return the strategy that `load` uses by default for the sharded half of a checkpoint.
 
     Raises
     ------

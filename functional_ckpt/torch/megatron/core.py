@@ -1,4 +1,4 @@
-"""``metadata.json``: which strategies read a checkpoint. It is written last, so that it says that the rest is there."""
+"""``metadata.json``, which names the strategies that read a checkpoint. It is written last, after all other files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CONFIG_FNAME = "metadata.json"
 
 @attrs.frozen
 class CheckpointingConfig:
-    """What ``metadata.json`` says.
+    """The content of ``metadata.json``.
 
     Examples
     --------
@@ -54,7 +54,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
 
 
 def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
-    """Return what ``metadata.json`` says, or None if there is none. Fields that this version does not know are ignored.
+    """Return the content of ``metadata.json``, or None if there is none. Unknown fields are ignored.
 
     Raises
     ------
@@ -71,11 +71,11 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
         found = json.loads(data)
         return CheckpointingConfig(**{name: found[name] for name in known if name in found})
     except (ValueError, TypeError) as error:
-        raise CorruptionError("this is no metadata of a checkpoint", path=str(path), found=str(error)) from None
+        raise CorruptionError("metadata.json is damaged", path=str(path), found=str(error)) from None
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
-    """Write ``metadata.json``, whole or not at all.
+    """Write ``metadata.json`` atomically.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all, in place of one that is there; it survives a power cut.
+    """Write a file atomically and durably; it replaces an existing one.
 
     Examples
     --------

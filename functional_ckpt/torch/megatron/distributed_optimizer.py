@@ -1,9 +1,9 @@
 """The state of Megatron's ``DistributedOptimizer`` as flat shards, one per range of a parameter that the rank holds.
 
-A data parallel rank holds one slice of every bucket of parameters: arbitrary ranges of flattened parameters. Each
+A data parallel rank holds one slice of every bucket of parameters: arbitrary ranges of flattened parameters. Each range
 becomes `ShardedTensor` leaves with a `flattened_range`, whose data are the optimizer's own tensors: a save copies and
 gathers nothing, and a load, under any other layout, fills them in place. Padding belongs to no parameter and is never
-saved. Nothing of Megatron is imported: what is used are the optimizer's attributes of version 0.16.
+saved. Megatron is not imported: the code uses the attributes of the optimizer of version 0.16.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,22 +26,22 @@ _PREFIX = "optimizer.state"
 _MASTER = "fp32_param"
 _STEP = "step"
 _OF_EXPERTS = "is_expert_parallel"
-#: What tells parameter groups apart; NeMo calls two of them otherwise.
+#: The fields that identify a parameter group; NeMo has other names for two of them.
 _MARKS = ("wd_mult", "pre_wd_mult", "lr_mult", "pre_lr_mult", "is_decoupled_lr", _OF_EXPERTS)
 
 
 @attrs.frozen(eq=False)
 class FlatPart:
-    """Where a part of a range of a parameter stands: a shard without data, and its slice of the range."""
+    """A part of a range of a parameter: its shard, without data, and its slice of the range."""
 
     place: ShardedTensor
     run: slice
 
 
 def sharded_optimizer_state(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Return the state of a distributed optimizer, to be saved, or to be filled by a load.
+    """Return the state of a distributed optimizer as sharded leaves, for a save or for a load that fills it.
 
-    Moments that the optimizer does not have yet are allocated, as zeros.
+    Moments that do not exist yet are allocated with zeros.
 
     Parameters
     ----------
@@ -59,8 +59,8 @@ def sharded_optimizer_state(optimizer: Any, model_sharded_state_dict: ShardedSta
     Raises
     ------
     CheckpointingException
-        All parameters that cannot be described, at once: those that the model's state dict lacks, and factories that
-        scatter the elements of a range; also an optimizer that keeps its state in another way.
+        All problems at once: parameters that the model's state dict lacks, factories that scatter the elements of a
+        range, an optimizer of another kind.
 
     Examples
     --------
@@ -99,20 +99,20 @@ def sharded_optimizer_state(optimizer: Any, model_sharded_state_dict: ShardedSta
 def load_optimizer_state(optimizer: Any, loaded: StateDict) -> None:
     """Restore the step, parameter groups and loss scale, after a load has filled the tensors in place.
 
-    Nothing is copied between master copies and the model's parameters: the load has filled both. A chain may be cut in
-    another way than the one that was saved, as it is at another EP: parameter groups are found by what they are.
+    Nothing is copied between master copies and the model's parameters: the load has filled both. A chain may have other
+    optimizers than the saved one, as under another EP: parameter groups are found by their fields.
 
     Parameters
     ----------
     optimizer
         The optimizer whose `sharded_optimizer_state` was filled.
     loaded
-        What the load returned in its place.
+        The value that the load returned for it.
 
     Raises
     ------
     CheckpointingException
-        If the checkpoint has no such parameter groups as the optimizer; its tensors are filled then, its step is not
+        If a parameter group of the optimizer is not in the checkpoint. The tensors are filled then, but the step is not
         restored.
 
     Examples
@@ -126,13 +126,13 @@ def load_optimizer_state(optimizer: Any, loaded: StateDict) -> None:
     optimizer.load_state_dict(_refitted(optimizer, loaded["common"]))
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():
-            # Megatron gives all parameters one tensor, which torch's Adam would advance once per parameter.
+            # Megatron gives all parameters one step tensor, which torch's Adam would advance once per parameter.
             if isinstance(state.get(_STEP), torch.Tensor):
                 state[_STEP] = state[_STEP].clone()
 
 
 def _refitted(optimizer: Any, common: Any) -> Any:
-    """Return what an optimizer's ``state_dict`` returned, as one whose chain is cut like that of `optimizer` has it."""
+    """Return the saved ``state_dict`` of an optimizer, rearranged for the chain of `optimizer`."""
     saved = common if isinstance(common, list) else [common]
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     groups = [group for each in saved for group in each["optimizer"]["param_groups"]]
@@ -146,35 +146,38 @@ def _refitted(optimizer: Any, common: Any) -> Any:
 
 
 def _like(own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the saved group that has what tells a group of an optimizer apart from its others.
+    """Return the saved group with the identifying fields of the group `own` of an optimizer.
 
-    Whether its parameters are of experts counts only if there is such a group: where a rank has all experts, they are
-    parameters like others.
+    The field for expert parameters counts only if some saved group has it set: if a rank has all experts, Megatron
+    treats them like other parameters.
     """
     marks = {name: own[name] for name in _MARKS if name in own}
     for names in (marks, marks.keys() - {_OF_EXPERTS}):
         for group in groups:
             if all(group.get(name) == marks[name] for name in names):
                 return {**group, **marks}
-    raise SpecError("the checkpoint has no such parameter group as the optimizer", expected=marks,
-                    found=[{name: group.get(name) for name in marks} for group in groups],
-                    remedy="Make the optimizer with the multipliers that it was saved with")  # fmt: skip
+    raise SpecError(
+        "the checkpoint has no such parameter group as the optimizer",
+        expected=marks,
+        found=[{name: group.get(name) for name in marks} for group in groups],
+        remedy="Make the optimizer with the multipliers that it was saved with",
+    )
 
 
 def flat_parts(leaf: ShardedTensor | ShardedTensorFactory, start: int, stop: int) -> list[FlatPart]:
-    """Return where the elements from `start` to `stop` of a flattened parameter are stored.
+    """Return the shards that store the elements from `start` to `stop` of a flattened parameter.
 
     Parameters
     ----------
     leaf
-        How the model stores the parameter. A factory is asked where it puts every element, by building numbers.
+        How the model stores the parameter. A factory is called with element numbers, to see where it puts each element.
     start, stop
         Range in elements of the flattened local parameter.
 
     Raises
     ------
     CheckpointingException
-        If a factory does not keep the elements of the range side by side; names the key.
+        If a factory does not keep the elements of the range contiguous; the error names the key.
 
     Examples
     --------
@@ -192,13 +195,17 @@ def flat_parts(leaf: ShardedTensor | ShardedTensorFactory, start: int, stop: int
     found = [_contiguous_part(shard, start, stop) for shard in built if isinstance(shard, ShardedTensor)]
     parts = [part for part in found if part is not None]
     if sum(part.run.stop - part.run.start for part in parts) != stop - start:
-        raise SpecError("a factory does not store every element of a parameter once", leaf.key,
-                        offset=(start,), expected=stop - start)  # fmt: skip
+        raise SpecError(
+            "a factory does not store every element of a parameter once",
+            leaf.key,
+            offset=(start,),
+            expected=stop - start,
+        )
     return parts
 
 
 def _contiguous_part(shard: ShardedTensor, start: int, stop: int) -> FlatPart | None:
-    """Return which part of a built shard holds numbers from `start` to `stop`; None if there is none."""
+    """Return the part of a built shard that holds the numbers from `start` to `stop`; None if there is none."""
     numbers = torch.empty(0) if shard.data is None else shard.data.reshape(-1)
     (places,) = torch.where((numbers >= start) & (numbers < stop))
     if not len(places):
@@ -207,11 +214,11 @@ def _contiguous_part(shard: ShardedTensor, start: int, stop: int) -> FlatPart | 
     number = int(numbers[first])
     if not torch.equal(numbers[first:last], torch.arange(number, number + last - first, dtype=numbers.dtype)):
         raise SpecError(
-            "a factory scatters the elements of a range of its parameter",
+            "a factory does not keep a range of its parameter contiguous",
             shard.key,
             shape=tuple(shard.global_shape),
             offset=tuple(shard.global_offset),
-            expected=f"elements {start} to {stop} side by side",
+            expected=f"elements {start} to {stop} one after the other",
             remedy="Save this optimizer in one of Megatron's own formats",
         )
     place = replace(shard, data=None, flattened_range=slice(first, last))
@@ -226,9 +233,10 @@ def _shards_of(
         names = (pair for chunk in getattr(part, "model_chunks", ()) for pair in chunk.named_parameters())
         raise SpecError(
             "a parameter of the optimizer is in no sharded tensor of the model",
-            next((name for name, one in names if one is parameter), None), shape=tuple(parameter.shape),
+            next((name for name, one in names if one is parameter), None),
+            shape=tuple(parameter.shape),
             remedy="Pass sharded_state_dict() of the model itself, made after the DDP wrapper",
-        )  # fmt: skip
+        )
     group, order = part.model_param_group_index_map[parameter]
     master = part.optimizer.param_groups[group]["params"][order]
     states = {_MASTER: master, **part.optimizer.state[master]}
@@ -238,20 +246,28 @@ def _shards_of(
         for name, tensor in states.items():
             key = f"{_PREFIX}.{name}.{flat.place.key}"
             if tuple(tensor.shape) != (stop - start,):
-                raise ShapeError("a state of the optimizer is not of the range that the rank holds", key,
-                                 expected=(stop - start,), found=tuple(tensor.shape))  # fmt: skip
+                raise ShapeError(
+                    "a state of the optimizer has another size than the range of its parameter",
+                    key,
+                    expected=(stop - start,),
+                    found=tuple(tensor.shape),
+                )
             data = tensor.detach()[flat.run]
             yield replace(flat.place, key=key, data=data, dtype=data.dtype, replica_id=replica_id)
 
 
 def _across_data_parallel(leaf: ShardedTensor | ShardedTensorFactory, instance: int) -> tuple[int, ...]:
-    """Return the replica id of a parameter without its last coordinate, the data parallel rank.
+    """Return the replica id of a parameter with `instance` instead of its last coordinate, the data parallel rank.
 
-    Data parallel ranks hold copies of a parameter, but parts of its state. Instances of the optimizer hold copies.
+    Data parallel ranks hold copies of a parameter, but parts of its state; instances of the optimizer hold copies.
     """
     if not isinstance(leaf.replica_id, tuple) or len(leaf.replica_id) != 3:
-        raise SpecError("the replica id of a parameter tells no data parallel rank", leaf.key,
-                        expected="(pipeline, tensor, data parallel)", found=leaf.replica_id)  # fmt: skip
+        raise SpecError(
+            "the replica id of a parameter has no data parallel rank",
+            leaf.key,
+            expected="(pipeline, tensor, data parallel)",
+            found=leaf.replica_id,
+        )
     return (*leaf.replica_id[:2], instance)
 
 
@@ -275,19 +291,21 @@ def _refuse_unsupported(part: Any) -> None:
     if not hasattr(part, "gbuf_ranges"):
         found = type(part).__name__
     elif getattr(config, "use_precision_aware_optimizer", False):
-        found = "use_precision_aware_optimizer: its state is scaled"
+        found = "use_precision_aware_optimizer: its state is stored in scaled form"
     elif hasattr(part.optimizer, "sub_optimizers"):
-        found = "optimizer_cpu_offload: its state is kept twice"
+        found = "optimizer_cpu_offload: its state exists twice"
     else:
         return
     raise UnsupportedLeafError(
-        "this optimizer does not keep ranges of parameters in tensors of its own", expected="DistributedOptimizer",
-        found=found, remedy="Save it in one of Megatron's own formats",
-    )  # fmt: skip
+        "the state of this optimizer cannot be saved as ranges of parameters",
+        expected="DistributedOptimizer",
+        found=found,
+        remedy="Save it in one of Megatron's own formats",
+    )
 
 
 def _allocate_moments(part: Any) -> None:
-    """Give an optimizer that has not stepped yet the zeros that it would begin with."""
+    """Allocate the moments, with zeros, of an optimizer that has not stepped yet."""
     inner = part.optimizer
     if part.init_state_fn is not None:
         part.init_state_fn(inner, part.config)

@@ -1,4 +1,4 @@
-"""Errors of ours that are also what Megatron raises at the same place, so that code written for it catches them."""
+"""Errors that are also of the type that Megatron raises at the same place, so that code written for it catches them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class AxisError(ShapeError, IndexError):
-    """An axis that the tensor does not have is named.
+    """An axis does not exist in the tensor.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class NarrowError(ShapeError, RuntimeError):
 
 
 class AlgorithmError(PolicyError, NotImplementedError):
-    """A way to exchange that does not exist."""
+    """An unknown exchange algorithm."""
 
 
 class SpecAssertionError(SpecError, AssertionError):
@@ -55,12 +55,13 @@ class LeafAssertionError(UnsupportedLeafError, AssertionError):
 
 
 _ASSERTED: dict[type[ProblemError], type[ProblemError]] = {
-    ShapeError: ShapeAssertionError, DTypeError: DTypeAssertionError,
-}  # fmt: skip
+    ShapeError: ShapeAssertionError,
+    DTypeError: DTypeAssertionError,
+}
 
 
 def asserted(problem: ProblemError) -> ProblemError:
-    """Return a `ShapeError` or `DTypeError` as one that is an ``AssertionError`` too; of any other type, itself.
+    """Return a `ShapeError` or `DTypeError` as one that is also an ``AssertionError``; any other problem as it is.
 
     Examples
     --------
@@ -73,7 +74,7 @@ def asserted(problem: ProblemError) -> ProblemError:
 
 @contextmanager
 def asserting() -> Iterator[None]:
-    """Raise a `ShapeError` as one that is an ``AssertionError`` too.
+    """Raise a `ShapeError` as one that is also an ``AssertionError``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`ShardedTensorFactory`: a tensor that is stored as something else, and how to get it back."""
+"""`ShardedTensorFactory`: a tensor that is stored in another form, and the functions that convert it there and back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ FactoryMergeFn: TypeAlias = Callable[[StateDict], torch.Tensor]
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """A tensor that is stored as the state dict that `build_fn` makes of it, and loaded back by `merge_fn`.
+    """A tensor that is stored as the state dict that `build_fn` returns, and converted back by `merge_fn` on load.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ class ShardedTensorFactory(ShardedBase):
     data
         The tensor: a parameter, or, by ``dataclasses.replace``, an optimizer state of its shape.
     build_fn
-        Function of ``(key, data, replica_id, flattened_range)`` and of nothing else.
+        Function of ``(key, data, replica_id, flattened_range)``; it must not depend on anything else.
     merge_fn
-        Its inverse: of the loaded state dict, back to a tensor of the shape of `data`.
+        Its inverse: from the loaded state dict to a tensor of the shape of `data`.
     replica_id
         See `ShardedTensor`; passed on to `build_fn`.
     flattened_range
@@ -63,11 +63,11 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> ShardedStateDict:
-        """Return what is stored in place of the tensor."""
+        """Return the state dict that is stored in place of the tensor."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
-        """Do nothing: what is built checks itself."""
+        """Do nothing: the leaves that `build_fn` returns check themselves."""
 
     def without_data(self) -> "ShardedTensorFactory":
         """Return a copy whose `data` is None."""
@@ -75,9 +75,9 @@ class ShardedTensorFactory(ShardedBase):
 
 
 def built(state: Any) -> Any:
-    """Return a state dict with what each factory builds in place of it.
+    """Return a state dict with each factory replaced by the state dict that it builds.
 
-    Factories in tuples, which are leaves, and in what is built stay as they are.
+    Factories inside tuples (which are leaves) and inside built state dicts stay.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def built(state: Any) -> Any:
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Put what each factory builds in place of it, in the dicts and lists given; nothing changes if one fails.
+    """Replace each factory by the state dict that it builds, in place; nothing changes if one fails.
 
     Examples
     --------
@@ -105,8 +105,8 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 def merged(loaded: Any, factories: Any, key: tuple[Any, ...] = ()) -> Any:
     """Return a loaded state dict with ``factory.merge_fn(subtree)`` in place of each subtree that a factory built.
 
-    `factories` has the factories at their places and nothing else; in it, a dict with positions as keys stands for a
-    list of which only some places hold factories.
+    `factories` has only the factories, at their places; in it, a dict with positions as keys stands for a list with
+    factories at some positions.
 
     Raises
     ------
@@ -126,8 +126,11 @@ def merged(loaded: Any, factories: Any, key: tuple[Any, ...] = ()) -> Any:
         _refuse([name for name in factories if name not in loaded], loaded, key)
         return {**loaded, **{name: merged(loaded[name], part, (*key, name)) for name, part in factories.items()}}
     if not isinstance(loaded, list) or not isinstance(factories, dict | list):
-        raise SpecError("only a factory, a dict or a list can say how to merge", _text(key),
-                        found=f"{type(factories).__name__} for {type(loaded).__name__}")  # fmt: skip
+        raise SpecError(
+            "only a factory, a dict or a list of factories can be merged",
+            _text(key),
+            found=f"{type(factories).__name__} for {type(loaded).__name__}",
+        )
     if isinstance(factories, list) and len(factories) != len(loaded):
         raise SpecError("lists differ in length", _text(key), expected=len(loaded), found=len(factories))
     places = dict(enumerate(factories)) if isinstance(factories, list) else factories
@@ -145,12 +148,12 @@ def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str, ..
     x2
         Part of its structure, with factories as leaves; see `merged`.
     key
-        Where `x1` stands in a larger state dict, for messages.
+        The path of `x1` in a larger state dict, for messages.
 
     Raises
     ------
     CheckpointingException
-        As `merged`; nothing has changed then.
+        As `merged`; nothing changes then.
 
     Examples
     --------
@@ -159,7 +162,7 @@ def apply_factory_merges(x1: StateDict, x2: ShardedStateDict, key: tuple[str, ..
     {'a': tensor([1., 1., 1.])}
     """
     result: StateDict = merged(x1, x2, key)
-    if isinstance(x2, ShardedTensorFactory):  # all of x1 became one tensor: there is no container to keep
+    if isinstance(x2, ShardedTensorFactory):  # x1 as a whole became one tensor: there is no container to change
         return result
     assign_in_place(x1, result)
     return x1
@@ -170,16 +173,18 @@ def _merge(factory: ShardedTensorFactory, loaded: Any, key: tuple[Any, ...]) -> 
     before: object = factory.data
     if isinstance(before, torch.Tensor) and isinstance(result, torch.Tensor) and result.shape != before.shape:
         raise ShapeError(
-            f"the merge of a factory at {_text(key)!r} returned another shape", factory.key,
-            expected=tuple(before.shape), found=tuple(result.shape),
-        )  # fmt: skip
+            f"the merge of a factory at {_text(key)!r} returned another shape",
+            factory.key,
+            expected=tuple(before.shape),
+            found=tuple(result.shape),
+        )
     return result
 
 
 def _refuse(unknown: list[Any], loaded: Any, key: tuple[Any, ...]) -> None:
     if unknown:
         found = list(loaded) if isinstance(loaded, dict) else f"a list of {len(loaded)}"
-        raise SpecError("a factory stands where nothing was loaded", _text(key), expected=unknown, found=found)
+        raise SpecError("nothing was loaded for a factory", _text(key), expected=unknown, found=found)
 
 
 def _text(key: tuple[Any, ...]) -> str:

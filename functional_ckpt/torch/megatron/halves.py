@@ -1,7 +1,7 @@
-"""The halves of a checkpoint in Megatron's layout: where they lie, and that those of two saves never load together.
+"""The halves of a checkpoint in Megatron's layout: their places, and the check that both are of one save.
 
-The sharded half is committed by its root; what lies beside it is written before, by other hands. So the root holds
-digests of it: in the time between two saves to one directory they do not agree, and nothing is loaded.
+The sharded half is committed by its root; Megatron or a strategy writes the files of the common half before. So the
+root holds digests of them: while another save to the directory is unfinished they do not match, and a load fails.
 """
 
 import json
@@ -42,25 +42,26 @@ __all__ = [
     "root_of",
 ]
 
-#: What ``metadata.json`` calls this format. Not "zarr": old versions of Megatron used that for another one.
+#: The name of this format in ``metadata.json``. Not "zarr": old versions of Megatron used that for another format.
 BACKEND, VERSION = "functional_ckpt", 1
-#: The common half as a checkpoint of its own, names that no stored array can have; and as Megatron writes it.
+#: The directories of a common half that is a checkpoint (no array can have these names); and Megatron's own file.
 COMMON, OBJECTS, COMMON_FILE = ".common", ".objects", "common.pt"
-#: Attribute of the root: name of a file beside it -> digest of what it held when the root was committed.
+#: Attribute of the root: name of a file beside it -> digest of the file when the root was committed.
 _ATTRIBUTE = f"{FORMAT}_beside"
 _BESIDE = (COMMON_FILE, f"{COMMON}/{MANIFEST}", f"{OBJECTS}/{MANIFEST}")
 
 
 def format_of(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
-    """Return what reads the checkpoint in a directory; None if there is none. Formats are told apart here only.
+    """Return the format of the checkpoint in a directory; None if there is none. Only this function detects formats.
 
-    A root that binds the common half is a whole checkpoint: it lacks ``metadata.json`` where the process was killed
-    before Megatron wrote that. A root that binds nothing and lies alone is that of DCP or `functional_ckpt.save`.
+    A root with digests of the common half is a complete checkpoint: it lacks ``metadata.json`` if the process was
+    killed before Megatron wrote that. A root without such digests and without a common half was written through DCP or
+    by `functional_ckpt.save`.
 
     Raises
     ------
     CheckpointingException
-        If ``metadata.json`` is torn, and the root does not say as much.
+        If ``metadata.json`` is damaged, and the root does not determine the format either.
 
     Examples
     --------
@@ -89,9 +90,9 @@ def _format_of_root(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
 
 
 def is_without_halves(checkpoint_dir: str | Path) -> bool:
-    """Tell whether a directory holds a checkpoint that was not written by Megatron's functions, but by DCP or `save`.
+    """Tell whether a directory holds a checkpoint written through DCP or by `save`, not by Megatron's functions.
 
-    Those write the common half first, so what they have left unfinished is none.
+    Megatron's functions write the common half first, so an unfinished save of theirs has one.
 
     Examples
     --------
@@ -108,15 +109,15 @@ def is_without_halves(checkpoint_dir: str | Path) -> bool:
 
 
 def attributes_for(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """Return the attributes by which the root of a sharded half binds what lies beside it now; None for nothing."""
+    """Return the attributes of the root that hold the digests of the files beside it; None if there are no files."""
     found = _digests(checkpoint_dir)
     return {_ATTRIBUTE: found} if found else None
 
 
 def check_halves(checkpoint_dir: str | Path) -> None:
-    """Raise unless the sharded half is committed, and what lies beside it is what was saved with it.
+    """Raise unless the sharded half is committed, and the files beside it are those that were saved with it.
 
-    Roots of earlier versions bind nothing, and pass.
+    Roots of earlier versions have no digests, and pass.
 
     Raises
     ------
@@ -131,21 +132,24 @@ def check_halves(checkpoint_dir: str | Path) -> None:
         if bound.get(name) != found.get(name):
             raise CorruptionError(
                 "the common half is not the one that was saved with the tensors: another save to this directory has "
-                "not finished, or a file was changed", path=f"{checkpoint_dir}/{name}", expected=bound.get(name),
-                found=found.get(name), remedy="Load another checkpoint; a save to this directory replaces this one",
-            )  # fmt: skip
+                "not finished, or a file was changed",
+                path=f"{checkpoint_dir}/{name}",
+                expected=bound.get(name),
+                found=found.get(name),
+                remedy="Load another checkpoint; a save to this directory replaces this one",
+            )
 
 
 def root_of(checkpoint_dir: str | Path) -> bytes | None:
-    """Return what tells the sharded half that is committed from another; None if there is none."""
+    """Return the identity of the committed sharded half; None if there is none."""
     root = open_store(checkpoint_dir).read(ROOT)
     return None if root is None else xxhash.xxh3_128_digest(root)
 
 
 def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
-    """Make what a directory holds no checkpoint of Megatron's any more, and remove `stale` halves.
+    """Invalidate the checkpoint of Megatron in a directory, and remove `stale` halves.
 
-    Their directories stay, empty: they tell that a root beside them is half of a checkpoint.
+    Their directories stay, empty: they show that a root beside them is only half of a checkpoint.
     """
     directory = directory_of(checkpoint_dir)
     if directory is None:
@@ -161,9 +165,9 @@ def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
 
 
 def commit_over(checkpoint_dir: str | Path) -> Commit:
-    """Return how to commit a sharded half: in place, or in one step instead of the one that is there.
+    """Return how to commit a sharded half: in place, or in one step that replaces an existing one.
 
-    Where directories cannot be exchanged, the one that is there is removed.
+    If directories cannot be exchanged, the existing half is removed.
     """
     store = open_store(checkpoint_dir)
     if store.nbytes_of(ROOT) is None or not store.capabilities.rename:
@@ -177,7 +181,7 @@ def commit_over(checkpoint_dir: str | Path) -> Commit:
 
 
 def _remove(store: Store, final: Path, nodes: Sequence[str]) -> None:
-    """Remove a sharded half, its root first; one that is half removed is what a dead save has left, by its claim."""
+    """Remove a sharded half, its root first, under a claim: if the process is killed, the rest counts as a leftover."""
     save_id = new_save_id()
     mine = claim_name(save_id)
     claim = Claim.take(final / mine, save_id)
@@ -186,7 +190,7 @@ def _remove(store: Store, final: Path, nodes: Sequence[str]) -> None:
         os.unlink(final / ROOT)
         sync_directory(final)
         store.delete([name for name in leftover_names(store, [mine]) if name != mine])
-        sync_directory(final)  # a power cut must not bring back what no claim names
+        sync_directory(final)  # a power cut must not restore files that no claim names
         claim.release()
     finally:
         claim.drop()
@@ -207,7 +211,7 @@ def _can_be_exchanged(final: Path) -> bool:
 
 
 def below(checkpoint_dir: str | Path, name: str) -> str:
-    """Return the path of what lies below a directory.
+    """Return the path of `name` below a directory.
 
     Examples
     --------

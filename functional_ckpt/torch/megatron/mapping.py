@@ -1,8 +1,8 @@
 """Sharded leaves of state dicts, by the names of ``megatron.core.dist_checkpointing.mapping``.
 
-`ShardedTensor` says which part of which global tensor a rank holds, `ShardedObject` the same of objects,
-`ShardedTensorFactory` how a tensor is stored as something else, `LocalNonpersistentObject` what is not stored at all.
-They are mutable; the values behind them are `ShardedTensor.spec` and `ShardedObject.spec`.
+`ShardedTensor` is a part of a global tensor that a rank holds, `ShardedObject` an object of a grid of objects,
+`ShardedTensorFactory` a tensor that is stored in another form, `LocalNonpersistentObject` an object that is not stored.
+They are mutable; `ShardedTensor.spec` and `ShardedObject.spec` return immutable values.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ class LocalNonpersistentObject:
         self.obj = obj
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # isinstance asks for it: Megatron's class is no ABC
+    def __class__(self) -> type:  # used by isinstance: Megatron's class is not an abstract base class
         return of_megatron("LocalNonpersistentObject") or LocalNonpersistentObject
 
     def unwrap(self) -> Any:

@@ -24,12 +24,12 @@ __all__ = [
     "optim_state_to_sharding_state",
 ]
 
-#: What errors and warnings say where the leaves of a model hold copies of its parameters.
+#: The remedy if the leaves of a model's state dict hold copies of its parameters.
 KEEP_VARS_HINT = "Make the model's state dict with keep_vars=True, so that it holds the parameters themselves"
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
-    """Return ``id(parameter) -> its number`` in an optimizer; of one that comes twice, the first number.
+    """Return ``id(parameter) -> its number`` in an optimizer; the first number if a parameter occurs twice.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def get_param_id_to_sharded_param_map(
     Parameters
     ----------
     model_sharded_state_dict
-        Holds the parameters themselves: it is made of a ``state_dict(keep_vars=True)``.
+        Must hold the parameters themselves: make it from a ``state_dict(keep_vars=True)``.
     optim_params_iter
         The parameters, in the optimizer's order.
 
@@ -93,8 +93,12 @@ def make_sharded_optimizer_tensor(
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=data)
     if model_param.flattened_range is None and tuple(data.shape) != tuple(model_param.local_shape):
-        raise ShapeAssertionError("an optimizer's tensor has another shape than its parameter", key,
-                                  expected=tuple(model_param.local_shape), found=tuple(data.shape))  # fmt: skip
+        raise ShapeAssertionError(
+            "an optimizer's tensor has another shape than its parameter",
+            key,
+            expected=tuple(model_param.local_shape),
+            found=tuple(data.shape),
+        )
     return replace(model_param, key=key, data=data, dtype=data.dtype)
 
 
@@ -103,10 +107,10 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map: Mapping[int, ShardedTensor | ShardedTensorFactory],
     exclude_keys: tuple[str, ...] = (),
 ) -> None:
-    """Put sharded tensors in place of the tensors of an optimizer's state dict, in the dict itself.
+    """Replace the tensors of an optimizer's state dict by sharded tensors, in place.
 
-    The keys are ``optimizer.state.<name>.<key of the parameter>``. The numbers of the parameters become local: they
-    mean nothing to other ranks.
+    The keys are ``optimizer.state.<name>.<key of the parameter>``. The numbers of the parameters become local objects,
+    which are not stored, since other ranks number their parameters differently.
 
     Parameters
     ----------
@@ -115,12 +119,12 @@ def optim_state_to_sharding_state(
     id_to_sharded_param_map
         From `get_param_id_to_sharded_param_map`.
     exclude_keys
-        Names of the state that are left out.
+        Names of states to leave out.
 
     Raises
     ------
     CheckpointingException
-        If a parameter is not in the map (a ``ValueError`` too); nothing has changed then.
+        If a parameter is not in the map (a ``ValueError`` too); nothing changes then.
 
     Examples
     --------
@@ -139,8 +143,9 @@ def optim_state_to_sharding_state(
     for number, values in optim_state_dict["state"].items():
         wanted = {name: value for name, value in values.items() if name not in exclude_keys}
         if wanted and number not in id_to_sharded_param_map:
-            raise SpecError("a parameter of the optimizer is in no sharded tensor of the model", found=number,
-                            remedy=KEEP_VARS_HINT)  # fmt: skip
+            raise SpecError(
+                "a parameter of the optimizer is in no sharded tensor of the model", found=number, remedy=KEEP_VARS_HINT
+            )
         state[number] = {
             name: make_sharded_optimizer_tensor(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
             for name, value in wanted.items()

@@ -1,9 +1,9 @@
 """Strategies for ``megatron.core.dist_checkpointing`` itself, with its own sharded leaves: needs megatron-core.
 
-Importing this module registers them under ``("functional_ckpt", 1)``, so that Megatron 0.16 finds the one that loads by
-itself; later versions have no registry, and are handed both (docs/megatron.md). A save in the background is done by a
-thread of the training process: what Megatron forks or spawns only waits for it, since TensorStore must not be touched
-in a forked child.
+Importing this module registers them under ``("functional_ckpt", 1)``, so that Megatron 0.16 finds the one for loading
+by itself; later versions have no registry, and callers pass both (docs/megatron.md). A thread of the training process
+runs a save in the background; a process that Megatron forks or spawns for it only waits, since TensorStore must not be
+used in a forked process.
 """
 
 import io
@@ -28,7 +28,7 @@ except ImportError as error:
     raise ImportError(f"functional_ckpt.torch.megatron.plugin needs megatron-core 0.16 or later: {error}") from error
 try:
     from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
-except ImportError:  # gone in 0.19, which asks for methods only
+except ImportError:  # 0.19 has no such classes and needs only the methods
     AsyncSaveShardedStrategy = LoadShardedStrategy = object
     _HANDS_COMMON_OVER = True
 else:
@@ -60,7 +60,7 @@ __all__ = ["ZarrLoadStrategy", "ZarrSaveStrategy"]
 
 _POLL_S = 0.05
 _ENTRANCES = (serialization.save.__code__, serialization.load.__code__)
-#: Key of the object as which 0.19 and later hand over the common half; all versions look for it in its file.
+#: Key of the object in which 0.19 and later pass the common half; all versions read that from its file.
 _COMMON_KEY = "common_state"
 
 
@@ -70,7 +70,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
     Parameters
     ----------
     backend, version
-        What ``metadata.json`` calls the format.
+        Name and version of the format in ``metadata.json``.
     policy
         How to save, see `ZarrSaveShardedStrategy`.
     process_group
@@ -90,7 +90,7 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
         policy: SavePolicy = SAVE_POLICY,
         process_group: Any = None,
     ) -> None:
-        self.backend, self.version = backend, version  # by hand: 0.17 and 0.18 warn of their base class
+        self.backend, self.version = backend, version  # not by the base class, which warns in 0.17 and 0.18
         self._saver = ZarrSaveShardedStrategy(
             backend, version, policy=policy, process_group=process_group, common_file=COMMON_FILE
         )
@@ -118,13 +118,13 @@ class ZarrSaveStrategy(AsyncSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_newer: Any) -> AsyncRequest:
         """Copy the state to the host, start the save in a thread, and return a request that waits for it.
 
-        Later versions of Megatron pass more, which is not used. A failure of the thread is raised on every rank by the
-        request's finalize function, before Megatron writes ``metadata.json``.
+        Later versions of Megatron pass more arguments, which are ignored. The request's finalize function raises a
+        failure of the thread on every rank, before Megatron writes ``metadata.json``.
 
         Raises
         ------
         megatron.core.dist_checkpointing.core.CheckpointingException
-            On every rank, for what is found before the copy.
+            On every rank, for problems found before the copy.
         """
         with _theirs():
             self._await(sharded_state_dict, checkpoint_dir)
@@ -177,7 +177,7 @@ class ZarrLoadStrategy(LoadShardedStrategy):
         return True
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_newer: Any) -> Any:
-        """Return the state dict with each leaf replaced; later versions of Megatron pass more, which is not used.
+        """Return the state dict with each leaf loaded; further arguments of later versions of Megatron are ignored.
 
         Raises
         ------
@@ -207,18 +207,18 @@ class ZarrLoadStrategy(LoadShardedStrategy):
             self._loader.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless the format is ours."""
+        """Raise unless the format is that of functional_ckpt."""
         with _theirs():
             self._loader.check_backend_compatibility(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise unless the version is known."""
+        """Raise unless the version is one that this library reads."""
         with _theirs():
             self._loader.check_version_compatibility(loaded_version)
 
 
 class _LoadCommon(ZarrLoadCommonStrategy):
-    """Loads the common half of what `functional_ckpt.torch.megatron.serialization.save` wrote."""
+    """Loads the common half of a checkpoint of `functional_ckpt.torch.megatron.serialization.save`."""
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         with _theirs():
@@ -227,9 +227,9 @@ class _LoadCommon(ZarrLoadCommonStrategy):
 
 
 def wait_for(done: str, writer: int) -> None:
-    """Wait until the file `done` is there, or the process `writer`, whose thread makes it, is gone.
+    """Wait until the file `done` exists, or the process `writer`, a thread of which creates it, has ended.
 
-    This is all that another process does for a save in the background.
+    A process that Megatron starts for a save in the background does only this.
 
     Examples
     --------
@@ -251,7 +251,7 @@ def _announce(pending: PendingSave, done: Path) -> None:
 
 @contextmanager
 def _theirs() -> Iterator[None]:
-    """Raise our errors as Megatron's, whose callers catch those; they name the strategies of this module."""
+    """Raise errors as Megatron's exceptions, which its callers catch; they name the strategies of this module."""
     try:
         with advising():
             yield
@@ -263,7 +263,7 @@ def _theirs() -> Iterator[None]:
 
 
 def _without_common(sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-    """Write the common half to the file that Megatron itself reads it from, and return the rest."""
+    """Write the common half to the file from which Megatron itself reads it, and return the rest."""
     common = sharded_state_dict[_COMMON_KEY]
     if is_main_replica(common.replica_id):
         data = io.BytesIO()
@@ -282,7 +282,7 @@ def _as_theirs(leaf: Any) -> Any:
 def _register() -> None:
     try:
         from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
-    except ImportError:  # gone in 0.17
+    except ImportError:  # 0.17 and later have no registry
         return
     register_default_strategy(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveStrategy())
     register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, ZarrLoadStrategy())

@@ -1,7 +1,7 @@
 """Save and load state dicts with sharded leaves, by the names of ``megatron.core.dist_checkpointing.serialization``.
 
-A state dict has three kinds of leaves: sharded ones, local ones (`LocalNonpersistentObject`, never stored), and the
-common rest, which is stored from rank 0. Neither function changes the caller's dicts and lists.
+A state dict has three kinds of leaves: sharded ones, local ones (`LocalNonpersistentObject`, never stored), and common
+ones, which rank 0 stores. The functions do not change the caller's dicts and lists.
 """
 
 from collections.abc import Callable
@@ -82,24 +82,24 @@ def save(
 ) -> AsyncRequest | None:
     """Save a state dict; all ranks of the default process group call it.
 
-    The checkpoint is there once its root is; ``metadata.json``, which Megatron looks for, follows. One that lies in the
-    directory is replaced: from when its parts are first touched until the new one is whole, there is none.
+    The checkpoint exists once its root exists; ``metadata.json``, which Megatron looks for, follows. A checkpoint that
+    is in the directory already is replaced: while that happens, the directory holds no complete checkpoint.
 
     Parameters
     ----------
     sharded_state_dict
-        What this rank holds.
+        The state of this rank.
     checkpoint_dir
-        Directory, made if need be. It must not hold a checkpoint of another format.
+        Directory, created if necessary. It must not hold a checkpoint of another format.
     sharded_strategy, common_strategy
         A strategy, or the ``(backend, version)`` of a registered one; the built-in ones if None.
     validate_access_integrity
-        Check before anything is written that the main copies cover everything once, and log where the common half
-        differs between ranks.
+        Check before writing that the main copies cover every tensor exactly once, and log where the common half differs
+        between ranks.
     async_sharded_save
         Return a request, to be scheduled by the caller; the tensors may be changed at once.
     preprocess_common_before_consistancy_check
-        Returns what is to be compared of the common half, of which it gets a copy.
+        Function that gets a copy of the common half and returns the part to compare.
     content_metadata
         Stored with the common half, for `load_content_metadata`.
 
@@ -123,7 +123,11 @@ def save(
     )
     common_saver = strategy_for(StrategyAction.SAVE_COMMON, common_strategy or (BACKEND, VERSION), SaveCommonStrategy)
     if async_sharded_save and not isinstance(sharded_saver, AsyncSaveShardedStrategy):
-        raise PolicyError("this strategy cannot save in the background", found=str(sharded_saver))
+        raise PolicyError(
+            "this strategy cannot save in the background",
+            found=str(sharded_saver),
+            remedy="Pass a strategy with async_save, or async_sharded_save=False",
+        )
     state = {**sharded_state_dict, _CONTENT: content_metadata} if content_metadata is not None else sharded_state_dict
     gather = _gather("save", checkpoint_dir)
     with turn_of(gather):
@@ -169,8 +173,8 @@ def load(
     Parameters
     ----------
     sharded_state_dict
-        What this rank wants: sharded leaves are replaced by what is stored (tensors with data are filled in place),
-        local ones by their object. Common leaves are not looked at.
+        The request of this rank: sharded leaves are replaced by the stored values (tensors with data are filled in
+        place), local ones by their object. Common leaves are ignored.
     checkpoint_dir
         Directory of the checkpoint.
     sharded_strategy, common_strategy
@@ -178,12 +182,12 @@ def load(
     validate_access_integrity
         Check that the main copies of all ranks cover every wanted tensor once.
     strict
-        What to do about keys that only one side has, see `StrictHandling`.
+        How to handle keys that only the request or only the checkpoint has, see `StrictHandling`.
 
     Returns
     -------
-        The whole common half and what was asked for; under ``RETURN_UNEXPECTED`` and ``RETURN_ALL`` also the
-        missing keys (those of no rank's request) and this rank's unexpected ones.
+        The whole common half and the requested leaves; under ``RETURN_UNEXPECTED`` and ``RETURN_ALL`` also the missing
+        keys (which no rank requests) and this rank's unexpected keys.
 
     Raises
     ------
@@ -194,10 +198,13 @@ def load(
     with turn_of(gather):
         mode = agree(gather, lambda: parse_strict_flag(strict))
         first = gather.rank == 0
-        root, loaders = agree(gather, lambda: (
-            root_of(checkpoint_dir) if first else None,
-            loaders_of(checkpoint_dir, sharded_strategy, common_strategy, first),
-        ))  # fmt: skip
+        root, loaders = agree(
+            gather,
+            lambda: (
+                root_of(checkpoint_dir) if first else None,
+                loaders_of(checkpoint_dir, sharded_strategy, common_strategy, first),
+            ),
+        )
         sharded_loader, common_loader = loaders
         common = agree(gather, lambda: common_loader.load_common(checkpoint_dir))
         parts = agree(gather, lambda: Parts.of(sharded_state_dict))
@@ -293,7 +300,7 @@ def load_plain_tensors(checkpoint_dir: str | Path) -> StateDict:
 def load_content_metadata(
     checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: StateDict | None = None
 ) -> dict[str, Any] | None:
-    """Return what was passed to `save` as `content_metadata`, or None if nothing was.
+    """Return the `content_metadata` that was passed to `save`, or None.
 
     Parameters
     ----------
@@ -309,7 +316,7 @@ def load_content_metadata(
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
-            raise SpecError("a checkpoint or a loaded state dict is needed")
+            raise SpecError("neither a checkpoint nor a loaded state dict was passed")
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
     return preloaded_state_dict.get(_CONTENT)
 
@@ -337,7 +344,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 
 def _gather(purpose: str, checkpoint_dir: str | Path) -> Gather:
-    # Not the lanes of what is called below, which have calls of their own.
+    # Lanes of their own: the functions called below use other lanes, with calls of their own.
     return torch_gather(None, _TIMEOUT_S, f"serialization.{purpose}", f"{purpose} of {named(checkpoint_dir)}")
 
 
@@ -352,23 +359,29 @@ def _metadata(
 
 def _require_root(checkpoint_dir: str | Path, root: bytes | None) -> None:
     if root_of(checkpoint_dir) != root:
-        raise ReplacedError("the checkpoint was replaced or removed while its halves were loaded",
-                            path=str(checkpoint_dir), remedy="If it was overwritten, load it again")  # fmt: skip
+        raise ReplacedError(
+            "the checkpoint was replaced or removed while its halves were loaded",
+            path=str(checkpoint_dir),
+            remedy="If it was overwritten, load it again",
+        )
 
 
 def _clear(path: Path, backend: str, coordinates: bool) -> None:
-    """Make the directory, and what it holds no checkpoint; raise if that is one of another format."""
+    """Create the directory, or invalidate the checkpoint in it; raise if that has another format."""
     if not coordinates:
         return
     try:
         found = maybe_load_config(path)
-    except CorruptionError:  # torn: it stands for nothing
+    except CorruptionError:  # damaged: no valid checkpoint
         found = None
     if found is not None and found.sharded_backend != backend:
         raise AlreadyExistsError(
-            "the directory holds a checkpoint of another format", path=str(path), expected=backend,
-            found=found.sharded_backend, remedy="Save to another directory",
-        )  # fmt: skip
+            "the directory holds a checkpoint of another format",
+            path=str(path),
+            expected=backend,
+            found=found.sharded_backend,
+            remedy="Save to another directory",
+        )
     with storage_errors("creating the directory to save to", str(path)):
         path.mkdir(parents=True, exist_ok=True)
     make_way(path)

@@ -1,4 +1,4 @@
-"""What all sharded leaves have in common, and the type aliases of state dicts."""
+"""The base class of sharded leaves, and the type aliases of state dicts."""
 
 import logging
 import sys
@@ -28,19 +28,19 @@ logger = logging.getLogger("functional_ckpt.torch.megatron.mapping")
 
 #: A state dict without sharded leaves.
 StateDict: TypeAlias = dict[str, Any]
-#: The part of a state dict that is the same on all ranks.
+#: The part of a state dict that is equal on all ranks.
 CommonStateDict: TypeAlias = dict[str, Any]
 #: A state dict with sharded leaves.
 ShardedStateDict: TypeAlias = dict[str, Any]
-#: Tells copies of one shard apart; 0, or all zeros, is the main copy.
+#: Distinguishes the copies of one shard; 0, or all zeros, is the main copy.
 ReplicaId: TypeAlias = int | tuple[int, ...]
 
-#: Megatron's name for the base of all errors that are raised on purpose.
+#: Megatron's name for the base of its errors.
 CheckpointingException = CheckpointError
 
-# The texts that this process has warned of.
+# The warnings that this process has logged.
 _logged_deprecations: dict[str, bool] = {}
-# The classes of leaves that Megatron has been told of.
+# The classes of leaves that are registered with Megatron's.
 _introduced: set[type] = set()
 
 
@@ -60,7 +60,7 @@ class ShardedBase(ABC):
     replica_id: ReplicaId
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Make sure that Megatron, if it is there, takes the leaf for a sharded one: it would pickle rank 0's data."""
+        """Register the class with Megatron's, if imported: otherwise Megatron would pickle rank 0's data as common."""
         if cls not in _introduced:
             _introduce(cls)
         return super().__new__(cls)
@@ -75,7 +75,7 @@ class ShardedBase(ABC):
 
 
 def of_megatron(name: str) -> Any:
-    """Return a class of Megatron's by its name, or None if the process has not imported it.
+    """Return a class of Megatron by its name, or None if the process has not imported it.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def of_megatron(name: str) -> Any:
 
 
 def _introduce(cls: type) -> None:
-    """Let ``isinstance`` say that a leaf of ours is one of Megatron's: its leaves are abstract base classes."""
+    """Register a class of leaves as a virtual subclass of Megatron's, whose leaves are abstract base classes."""
     known = [(base, of_megatron(base.__name__)) for base in cls.__mro__ if base.__module__.startswith(__package__)]
     for ours, theirs in known:
         if theirs is not None:
@@ -95,7 +95,7 @@ def _introduce(cls: type) -> None:
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Tell whether a replica id is that of the main copy: 0, or an iterable of nothing but zeros.
+    """Tell whether a replica id is that of the main copy: 0, or an iterable of zeros.
 
     Examples
     --------
@@ -107,14 +107,14 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def warn_once(text: str) -> None:
-    """Log a warning the first time that this process meets it."""
+    """Log a warning once per process."""
     if text not in _logged_deprecations:
         _logged_deprecations[text] = True
         logger.warning(text)
 
 
-class about:  # noqa: N801 - reads as a function; one made of a generator costs more than what it surrounds
-    """Name `key`, and this rank, in problems that name none, and turn values of the wrong type into a `SpecError`.
+class about:  # noqa: N801 - used like a function; a generator-based context manager costs more than the code within it
+    """Add `key` and this rank to problems without a key, and turn type errors into a `SpecError`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`ShardedObject`: one cell of a grid of objects, each of which is stored as it is."""
+"""`ShardedObject`: one cell of a grid of objects, each of which is stored whole."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ class ShardedObject(ShardedBase):
     key
         Name of the grid, unique in the checkpoint.
     data
-        The object; None where only its place matters.
+        The object; None if only its place is needed.
     global_shape
         Shape of the grid, in objects.
     global_offset
@@ -52,11 +52,11 @@ class ShardedObject(ShardedBase):
 
     @property
     def spec(self) -> ObjectSpec:
-        """What is stored, as a value: its key is `unique_key`."""
+        """The spec of the stored object; its key is `unique_key`."""
         return ObjectSpec(self.unique_key)
 
     def validate_metadata_integrity(self) -> None:
-        """Check what the constructor checks; to be called after fields were assigned to.
+        """Repeat the checks of the constructor, after fields were changed.
 
         Raises
         ------
@@ -109,9 +109,9 @@ class ShardedObject(ShardedBase):
         parts = name.split("_")
         with about(unique_key):
             if not slash or len(parts) != 3 or parts[0] != "shard":
-                raise SpecAssertionError("this is no name of an object", expected="<key>/shard_<offset>_<shape>")
+                raise SpecAssertionError("this is not the name of an object", expected="<key>/shard_<offset>_<shape>")
             offset, shape = (tuple(map(int, part.split("."))) if part else () for part in parts[1:])
         if len(shape) == len(offset) - 1:
-            warn_once("an object's name lacks the last extent of its shape, as old versions of Megatron wrote it")
+            warn_once("the name of an object lacks the last extent of its shape, as in old versions of Megatron")
             shape = (*shape, -1)
         return cls(key, None, shape, offset, replica_id)

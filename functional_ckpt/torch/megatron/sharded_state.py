@@ -1,7 +1,7 @@
-"""From a state dict of sharded leaves to the leaves that `functional_ckpt.save` and `load` know, and back.
+"""Conversion of state dicts with sharded leaves to leaves of `functional_ckpt.save` and `load`, and back.
 
-Ours and those of ``megatron.core.dist_checkpointing`` are both understood. What is stored is a flat dict: the key of a
-tensor is its own, that of an object its `unique_key`. So the place of a leaf in the state dict means nothing.
+Leaves may be of this library or of ``megatron.core.dist_checkpointing``. The stored tree is a flat dict: a tensor has
+its own key, an object its `unique_key`. So the place of a leaf in the state dict does not matter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ import torch
 from functional_ckpt.errors import CheckpointError, DuplicateKeyError, SpecError, UnsupportedLeafError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.spec.sharding import ShardSpec, fragments
+from functional_ckpt.spec.shard import ShardSpec, fragments
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 from functional_ckpt.torch.megatron.factory import ShardedTensorFactory
 from functional_ckpt.torch.megatron.mapping import LocalNonpersistentObject
@@ -38,13 +38,22 @@ __all__ = [
 _KINDS: dict[type, str | None] = {}
 _THEIRS = "megatron.core.dist_checkpointing.mapping"
 _FIELDS = (
-    "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
-    "prepend_axis_num", "allow_shape_mismatch", "flattened_range",
-)  # fmt: skip
+    "key",
+    "data",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+    "flattened_range",
+)
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Tell whether `leaf` is a `ShardedTensor`, ours or Megatron's.
+    """Tell whether `leaf` is a `ShardedTensor` of this library or of Megatron.
 
     Examples
     --------
@@ -55,7 +64,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def is_object(leaf: Any) -> bool:
-    """Tell whether `leaf` is a `ShardedObject`, ours or Megatron's.
+    """Tell whether `leaf` is a `ShardedObject` of this library or of Megatron.
 
     Examples
     --------
@@ -73,12 +82,12 @@ def _kind(cls: type) -> str | None:
 
 
 def as_tensor(leaf: Any) -> ShardedTensor:
-    """Return a sharded tensor as ours.
+    """Return a sharded tensor as one of this library.
 
     Raises
     ------
     CheckpointingException
-        If its fields contradict each other; names the key.
+        If its fields contradict each other; the error names the key.
     """
     if isinstance(leaf, ShardedTensor):
         return leaf
@@ -86,12 +95,12 @@ def as_tensor(leaf: Any) -> ShardedTensor:
 
 
 def as_object(leaf: Any) -> ShardedObject:
-    """Return a sharded object as ours.
+    """Return a sharded object as one of this library.
 
     Raises
     ------
     CheckpointingException
-        If its fields contradict each other; names the key.
+        If its fields contradict each other; the error names the key.
     """
     if isinstance(leaf, ShardedObject):
         return leaf
@@ -99,7 +108,7 @@ def as_object(leaf: Any) -> ShardedObject:
 
 
 def as_ours(state: Any) -> Any:
-    """Return a state dict with Megatron's leaves as ours; what its factories build is ours too.
+    """Return a state dict with leaves of Megatron, and those that its factories build, as leaves of this library.
 
     Raises
     ------
@@ -125,12 +134,12 @@ def as_ours(state: Any) -> Any:
 
 
 def leaf_as_ours(leaf: Any) -> Any:
-    """Return a leaf of Megatron's as ours, any other as it is.
+    """Return a leaf of Megatron as one of this library, any other as it is.
 
     Raises
     ------
     CheckpointingException
-        If its fields contradict each other; names the key.
+        If its fields contradict each other; the error names the key.
 
     Examples
     --------
@@ -164,7 +173,7 @@ _CONVERSIONS: dict[str | None, Callable[[Any], Any]] = {
 
 
 def _checked(leaves: Iterable[Any]) -> Iterator[ShardedObject | tuple[ShardedTensor, ShardSpec]]:
-    """Yield the leaves as ours, tensors with their specs, and raise all problems at the end."""
+    """Yield the leaves as those of this library, tensors with their specs, and raise all problems at the end."""
     problems: list[CheckpointError] = []
     for leaf in leaves:
         try:
@@ -175,10 +184,11 @@ def _checked(leaves: Iterable[Any]) -> Iterator[ShardedObject | tuple[ShardedTen
                 yield as_object(leaf)
             else:
                 raise UnsupportedLeafError(
-                    "only sharded tensors and objects are stored here", getattr(leaf, "key", None),
+                    "the sharded half may contain only sharded tensors and objects",
+                    getattr(leaf, "key", None),
                     found=type(leaf).__name__,
-                    remedy="Apply factories first; common leaves have a strategy of their own",
-                )  # fmt: skip
+                    remedy="Apply factories first, and pass common leaves to a common strategy",
+                )
         except CheckpointError as problem:
             problems.append(problem)
     raise_problems(problems)
@@ -232,24 +242,24 @@ def _local_tensors(pairs: Iterable[tuple[ShardSpec, torch.Tensor]]) -> LocalTens
 
 
 def _view(leaf: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
-    """Return the data in the shape of the shard's box; that of a flat shard keeps its one axis."""
+    """Return the data in the shape of the shard's box; the data of a flat shard keep their single axis."""
     count = 0 if leaf.flattened_range is not None else leaf.prepend_axis_num
     return data.detach()[(None,) * count] if count else data.detach()
 
 
 @attrs.frozen
 class _Place:
-    """Stands in the state dict for a leaf until it is loaded: `data` is the tensor to fill, None for an object."""
+    """A placeholder in the state dict for a leaf to load: `data` is the tensor to fill, None for an object."""
 
     key: str
     data: torch.Tensor | None
 
 
 class Request:
-    """What one rank wants to load: `like` is for `functional_ckpt.load`, `result` puts what came into the state dict.
+    """The request of one rank: `like` is the argument of `functional_ckpt.load`, `result` returns the state dict.
 
-    Tensors are filled in place, and allocated (on the CPU) where a leaf has no data. With `stored`, the shapes of the
-    arrays in the checkpoint, a tensor that allows another shape gets what both have, and zeros elsewhere.
+    Tensors are filled in place, and allocated (on the CPU) if a leaf has no data. With `stored`, the shapes of the
+    arrays in the checkpoint, a tensor that allows another shape gets the common part, and zeros elsewhere.
 
     Examples
     --------
@@ -272,7 +282,7 @@ class Request:
 
     @property
     def like(self) -> dict[str, Any]:
-        """What to load."""
+        """The argument for `functional_ckpt.load`."""
         return {**{key: _local_tensors(pairs) for key, pairs in self._pairs.items()}, **self._objects}
 
     def result(self, loaded: Mapping[str, Any]) -> Any:
@@ -297,7 +307,7 @@ class Request:
         return _Place(spec.key, data)
 
     def _align(self, spec: ShardSpec, view: torch.Tensor, stored: ArraySpec) -> None:
-        """Ask for what the shard and an array of another shape have in common; the rest becomes zero."""
+        """Request the common part of the shard and an array of another shape; the rest is set to zero."""
         for fragment in fragments(spec):
             box = fragment.box
             part = view if spec.flat is None else view[fragment.run : fragment.run + box.size].view(box.shape)
@@ -309,7 +319,7 @@ class Request:
 
 
 def _memory(leaf: ShardedTensor) -> torch.Tensor:
-    """Return the leaf's data, or new memory; the caller's leaf stays as it is."""
+    """Return the leaf's data, or new memory; the caller's leaf does not change."""
     if leaf.data is not None:
         return leaf.data.detach()
     copy = leaf.without_data()
@@ -318,7 +328,7 @@ def _memory(leaf: ShardedTensor) -> torch.Tensor:
 
 
 def stored_leaves(manifest: Manifest) -> dict[str, ShardedBase]:
-    """Return what a checkpoint holds: key -> whole tensor, unique key -> object, without data.
+    """Return the leaves of a checkpoint: key -> whole tensor, unique key -> object, without data.
 
     Examples
     --------
@@ -335,5 +345,5 @@ def stored_leaves(manifest: Manifest) -> dict[str, ShardedBase]:
         shape = entry.spec.shape
         found[key] = ShardedTensor(
             key, None, TORCH_DTYPES[entry.spec.dtype], shape, shape, (0,) * len(shape), (1,) * len(shape)
-        )  # fmt: skip
+        )
     return found

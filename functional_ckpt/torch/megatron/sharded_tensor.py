@@ -11,28 +11,27 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.grid import fragment_shape, grid_index
-from functional_ckpt.spec.narrowing import narrow_runs
-from functional_ckpt.spec.sharding import ShardSpec, from_rank_offsets, narrow
+from functional_ckpt.spec.shard import ShardSpec, from_rank_offsets, narrow, narrow_runs
 from functional_ckpt.torch.megatron.exceptions import AxisError, NarrowError, asserting
 from functional_ckpt.torch.megatron.sharded_base import ReplicaId, ShardedBase, about
 from functional_ckpt.torch.tensors import DTYPE_NAMES
 
 __all__ = ["ShardedTensor"]
 
-# Where shapes alone are checked: bounds do not depend on the data type, which may be one that only others can store.
+# For checks of shapes only: they do not depend on the data type, which may be one that the format does not have.
 _ANY_DTYPE = "uint8"
 
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """A local tensor and its place in a global one. Fields may be assigned to; what they say is `spec`.
+    """A local tensor and its place in a global one. The fields may be changed; `spec` returns them as a value.
 
     Parameters
     ----------
     key
         Name of the global tensor, unique in the checkpoint.
     data
-        The local tensor; None where only its place matters.
+        The local tensor; None if only its place is needed.
     dtype
         Its data type.
     local_shape
@@ -42,13 +41,13 @@ class ShardedTensor(ShardedBase):
     global_offset
         Where the local shard begins in the global tensor, in elements.
     axis_fragmentations
-        Number of equal shards along each global axis, or None where shards are no regular grid.
+        Number of equal shards along each global axis, or None if the shards do not form a regular grid.
     replica_id
         0 or all zeros on the one rank that holds the main copy of the shard, something else on the others.
     prepend_axis_num
         Leading global axes that the local tensor lacks; the shard has extent 1 along them.
     allow_shape_mismatch
-        The stored tensor may have another shape: what both have is loaded, the rest becomes zero.
+        The stored tensor may have another shape: the common part is loaded, the rest is set to zero.
     flattened_range
         `data` is this range of the elements of the flattened shard, as a tensor of one dimension.
 
@@ -81,7 +80,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def spec(self) -> ShardSpec:
-        """What this rank holds, as a value; `grid` is None where the fragmentations do not describe the shards.
+        """The part that this rank holds, as a value; `grid` is None if `axis_fragmentations` does not describe it.
 
         Raises
         ------
@@ -100,7 +99,7 @@ class ShardedTensor(ShardedBase):
         return self._shard(name)
 
     def validate_metadata_integrity(self) -> None:
-        """Check what the constructor checks; to be called after fields were assigned to.
+        """Repeat the checks of the constructor, after fields were changed.
 
         Raises
         ------
@@ -117,11 +116,11 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the shards of the global tensor form a regular grid; ranges of flattened shards form none."""
+        """Whether the shards of the global tensor form a regular grid; false for ranges of flattened shards."""
         return self.axis_fragmentations is not None and self.flattened_range is None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """Return the index into the global tensor that yields the (unflattened) local one.
+        """Return the index into the global tensor that gives the (unflattened) local one.
 
         Examples
         --------
@@ -164,7 +163,9 @@ class ShardedTensor(ShardedBase):
         """
         with about(self.key):
             if self.axis_fragmentations is None:
-                raise ShapeError("an irregular grid has no fragments of one shape", self.key, shape=self.global_shape)
+                raise ShapeError(
+                    "the fragments of an irregular grid have no common shape", self.key, shape=self.global_shape
+                )
             array = self._shard(_ANY_DTYPE).array
             return fragment_shape(array, self.axis_fragmentations, exact=not self.allow_shape_mismatch)
 
@@ -197,7 +198,7 @@ class ShardedTensor(ShardedBase):
             See `ShardedTensor`.
         rank_offsets
             ``(axis, index, fragments)``: along global `axis` (prepended axes come first) the tensor is cut into
-            `fragments`, of which `data` is number `index`. Other axes are not cut.
+            `fragments` parts, and `data` is part number `index`. Other axes are not cut.
         flattened_range
             None; see `from_rank_offsets_flat`.
         init_kwargs
@@ -216,9 +217,8 @@ class ShardedTensor(ShardedBase):
         with about(key):
             if flattened_range is not None:
                 raise SpecError(
-                    "this constructor takes no flattened range", key, found=flattened_range,
-                    remedy="Call from_rank_offsets_flat",
-                )  # fmt: skip
+                    "flattened_range is not None", key, found=flattened_range, remedy="Use from_rank_offsets_flat"
+                )
         fields = _grid_fields(key, tuple(data.shape), rank_offsets, replica_id, prepend_axis_num)
         return cls(data=data, dtype=data.dtype, **fields, **init_kwargs)
 
@@ -241,7 +241,7 @@ class ShardedTensor(ShardedBase):
         Raises
         ------
         CheckpointingException
-            As `from_rank_offsets`; also if the range is missing, leaves the shard, or `data` is of another length.
+            As `from_rank_offsets`; also if the range is missing or leaves the shard, or `data` has another length.
 
         Examples
         --------
@@ -252,7 +252,7 @@ class ShardedTensor(ShardedBase):
         """
         with about(key):
             if flattened_range is None:
-                raise SpecError("this constructor needs a flattened range", key, remedy="Call from_rank_offsets")
+                raise SpecError("from_rank_offsets_flat needs a flattened range", key, remedy="Call from_rank_offsets")
         fields = _grid_fields(key, tuple(non_flat_local_shape), rank_offsets, replica_id, prepend_axis_num)
         return cls(data=data, dtype=data.dtype, flattened_range=flattened_range, **fields, **init_kwargs)
 
@@ -274,7 +274,7 @@ class ShardedTensor(ShardedBase):
         """Narrow the local tensor along `dim` (prepended axes not counted), as every rank narrows its own.
 
         The global tensor keeps `length` elements per shard. The data of the result are views. A flat shard gives
-        one shard per unbroken run of `data` that survives, maybe none; any other gives one.
+        one shard per contiguous run of `data` that survives, maybe none; any other gives one.
 
         Raises
         ------
@@ -292,8 +292,9 @@ class ShardedTensor(ShardedBase):
         with about(self.key), asserting():
             axis = self._axis(dim)
             if not 0 <= start <= start + length <= self.local_shape[axis]:
-                raise NarrowError("a narrowed range leaves the shard", self.key, shape=tuple(self.local_shape),
-                                  expected=f"within 0 to {self.local_shape[axis]}", found=(start, length))  # fmt: skip
+                what, found = "a narrowed range leaves the shard", (start, length)
+                expected = f"within 0 to {self.local_shape[axis]}"
+                raise NarrowError(what, self.key, shape=tuple(self.local_shape), expected=expected, found=found)
             shard, global_axis = self._shard(_ANY_DTYPE), axis + self.prepend_axis_num
             if shard.flat is not None:
                 runs = narrow_runs(shard, global_axis, start, length)
@@ -306,8 +307,8 @@ class ShardedTensor(ShardedBase):
     def _axis(self, dim: int) -> int:
         ndim = len(self.local_shape)
         if not -ndim <= dim < ndim:
-            raise AxisError("a narrowed axis does not exist", self.key, shape=tuple(self.local_shape),
-                            expected=f"[{-ndim}, {ndim})", found=dim)  # fmt: skip
+            what, shape = "a narrowed axis does not exist", tuple(self.local_shape)
+            raise AxisError(what, self.key, shape=shape, expected=f"[{-ndim}, {ndim})", found=dim)
         return dim % ndim
 
     def _narrowed(self, part: ShardSpec, data: torch.Tensor | None) -> "ShardedTensor":
@@ -382,8 +383,8 @@ def _grid_fields(
     with about(key):
         ndim = prepend_axis_num + len(local_shape)
         if any(axis >= ndim for axis, _, _ in rank_offsets):
-            raise AxisError("a rank offset names an axis that does not exist", key, shape=local_shape,
-                            expected=f"[0, {ndim})", found=rank_offsets)  # fmt: skip
+            what = "a rank offset names an axis that does not exist"
+            raise AxisError(what, key, shape=local_shape, expected=f"[0, {ndim})", found=rank_offsets)
         shard = from_rank_offsets(
             key, _ANY_DTYPE, local_shape, *rank_offsets, replica_id=replica_id, prepend_axes=prepend_axis_num
         )

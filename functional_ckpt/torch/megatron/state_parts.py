@@ -1,4 +1,4 @@
-"""A state dict taken apart into its sharded, common and local leaves, and put together again."""
+"""Splitting a state dict into its sharded, common and local leaves, and joining it again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,13 @@ from functional_ckpt.torch.megatron.state_tree import NOTHING, joined, leaves_of
 
 __all__ = ["Parts", "assembled", "objects_of", "tensors_of"]
 
-#: Positions among what `_sorted` returns.
+#: Positions in the result of `_sorted`.
 _SOURCE, _COMMON = 0, 2
 
 
 @attrs.frozen
 class Parts:
-    """A state dict taken apart: `source` with factories built, and of it the sharded, common and local leaves."""
+    """The parts of a state dict: `source` is the whole with factories built, the others its leaves of each kind."""
 
     source: Any
     sharded: Any
@@ -32,16 +32,16 @@ class Parts:
 
     @classmethod
     def of(cls, state: Any) -> "Parts":
-        """Take a state dict apart; Megatron's leaves are understood too."""
+        """Split a state dict; its leaves may be Megatron's."""
         if not isinstance(state, dict):
-            raise SpecError("a state dict is a dict", expected="dict", found=type(state).__name__)
+            raise SpecError("a state dict must be a dict", expected="dict", found=type(state).__name__)
         problems: list[CheckpointError] = []
         parts = _sorted(state, problems)
         raise_problems(problems)
         return cls(*({} if part is NOTHING else part for part in parts))
 
     def without(self, keys: set[str]) -> "Parts":
-        """Leave out sharded leaves; a factory that would lack one is left out whole."""
+        """Return the parts without the sharded leaves `keys`; a factory that would lack a leaf is left out whole."""
         if not keys:
             return self
         dropped = {leaf.key for leaf in leaves_of(self.factories) if _keys(leaf) & keys}
@@ -55,9 +55,9 @@ class Parts:
 
 
 def _sorted(tree: Any, problems: list[CheckpointError], of_factory: bool = False) -> tuple[Any, ...]:
-    """Return what is stored in place of a tree, and of that the sharded, common and local leaves, and the factories.
+    """Return a tree with factories built, then its sharded, common and local leaves, and the factories.
 
-    One walk does it all: a state has a million leaves. What a factory builds is not looked into for factories.
+    All in one traversal: a state may have a million leaves. Factories inside built state dicts stay.
     """
     if isinstance(tree, dict | list):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -80,7 +80,7 @@ def _sorted(tree: Any, problems: list[CheckpointError], of_factory: bool = False
 
 
 def _container(tree: Any, children: list[tuple[Any, Any]], kind: int) -> Any:
-    """Return the part of a container that is of one kind, as `picked` does; what is empty is common."""
+    """Return the part of a container that is of one kind, as `picked` does; empty containers are common."""
     parts = {place: part for place, part in children if part is not NOTHING}
     if not parts and (tree or kind not in (_SOURCE, _COMMON)):
         return NOTHING
@@ -94,9 +94,10 @@ def _hides_a_shard(leaf: Any) -> bool:
 def _hidden(leaf: tuple[Any, ...]) -> UnsupportedLeafError:
     keys = [part.key for part in leaf if isinstance(part, ShardedBase)]
     return UnsupportedLeafError(
-        "a tuple is one leaf of the common half, and this one holds sharded ones", keys[0] if keys else None,
-        remedy="Make it a list",
-    )  # fmt: skip
+        "a tuple holds sharded leaves, but a tuple is a single leaf of the common half",
+        keys[0] if keys else None,
+        remedy="Use a list instead of the tuple",
+    )
 
 
 def _keys(factory: ShardedTensorFactory) -> set[str]:
@@ -109,17 +110,17 @@ def _part(wanted: Callable[[Any], bool], tree: Any, empty: bool = False) -> Any:
 
 
 def objects_of(sharded: Any) -> Any:
-    """Return the part of a state dict that is objects."""
+    """Return the sharded objects of a state dict."""
     return _part(lambda leaf: isinstance(leaf, ShardedObject), sharded)
 
 
 def tensors_of(sharded: Any) -> Any:
-    """Return the part of a state dict that is no objects."""
+    """Return the sharded tensors of a state dict."""
     return _part(lambda leaf: not isinstance(leaf, ShardedObject), sharded)
 
 
 def assembled(common: StateDict, found: list[Any], parts: Parts) -> StateDict:
-    """Join what was loaded with the local leaves, and merge what factories built."""
+    """Join the loaded parts with the local leaves, and merge the state dicts that factories built."""
     result = joined(common, map_leaves(lambda leaf: leaf.unwrap(), parts.local))
     for each in found:
         result = joined(result, each)

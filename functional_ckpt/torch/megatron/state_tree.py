@@ -1,7 +1,7 @@
 """State dicts as Megatron nests them: dicts and lists, subclasses too; everything else, tuples included, is a leaf.
 
-`functional_ckpt.spec.tree` is stricter: it refuses what a checkpoint could not give back. Here the containers are the
-caller's own, and are changed in place.
+`functional_ckpt.spec.tree` is stricter: there a subclass of a container is a leaf. Here the containers are the caller's
+own, and are changed in place.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from functional_ckpt.errors import DuplicateKeyError, SpecError
 
 __all__ = ["NOTHING", "assign_in_place", "joined", "leaves_of", "map_leaves", "picked", "with_lists"]
 
-#: What `picked` returns where there is nothing.
+#: The result of `picked` if no leaf is wanted.
 NOTHING: Any = object()
 
 
@@ -46,9 +46,9 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def picked(wanted: Callable[[Any], bool], tree: Any, empty: bool = False) -> Any:
-    """Return the part of a tree whose leaves are wanted, or `NOTHING`; with `empty` also containers that hold nothing.
+    """Return the part of a tree whose leaves are wanted, or `NOTHING`; with `empty` also empty containers.
 
-    Of a list that is wanted in part a dict from position to part is left, so that `joined` puts it together again.
+    If only a part of a list is wanted, the result has a dict from position to element, so that `joined` can rebuild it.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def joined(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Any:
     functional_ckpt.errors.DuplicateKeyError: two parts of a state dict hold the same place: key 'a.1'
     """
     if isinstance(one, dict | list) and isinstance(other, dict | list) and not (one and other):
-        return one or other  # one that is empty on the rank that saved it says nothing about the others
+        return one or other  # a container that is empty on the rank that saved it may have elements on others
     if isinstance(one, dict) and isinstance(other, dict):
         both = {place: joined(one[place], other[place], (*path, place)) for place in one if place in other}
         return {**one, **other, **both}
@@ -100,9 +100,9 @@ def joined(one: Any, other: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 def with_lists(tree: Any, like: Any, holes: bool = False, path: tuple[Any, ...] = ()) -> Any:
-    """Return a tree with lists in place of dicts of positions, where `like` has a list; `holes` stay such dicts.
+    """Return a tree with lists for dicts of positions, where `like` has a list; with `holes` incomplete ones stay.
 
-    A dict of names is what it is, whatever `like` has in its place.
+    A dict with other keys stays, whatever `like` has in its place.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def with_lists(tree: Any, like: Any, holes: bool = False, path: tuple[Any, ...] 
 
 
 def assign_in_place(target: Any, source: Any) -> None:
-    """Make the dict or list `target` hold what `source` holds, keeping its own containers where both have one.
+    """Give the dict or list `target` the content of `source`; containers that both have are kept and changed in place.
 
     Examples
     --------

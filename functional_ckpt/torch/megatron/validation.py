@@ -1,4 +1,4 @@
-"""Checks before a save or load: the shards of all ranks cover every tensor once, request and checkpoint agree."""
+"""Checks before a save or load: the shards of all ranks cover every tensor once; request and checkpoint match."""
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -46,10 +46,10 @@ __all__ = [
 
 
 class StrictHandling(Enum):
-    """What a load does about keys that only the request has (*unexpected*) or only the checkpoint has (*missing*).
+    """How a load handles keys that only the request has (*unexpected*) or only the checkpoint has (*missing*).
 
-    Unexpected keys are left out of the result, except under `ASSUME_OK_UNEXPECTED`, where they are an error of the
-    strategy. Missing keys are looked for by the modes ending in ``ALL``.
+    Unexpected keys are left out of the result, except under `ASSUME_OK_UNEXPECTED`, where the strategy raises. Only the
+    modes that end in ``ALL`` search for missing keys.
 
     Examples
     --------
@@ -93,12 +93,12 @@ class StrictHandling(Enum):
 
 
 def parse_strict_flag(strict: "str | StrictHandling") -> StrictHandling:
-    """Return the mode that a text names.
+    """Return the mode of a name.
 
     Raises
     ------
     CheckpointingException
-        If there is none of that name; a ``ValueError`` too.
+        If there is no mode of that name; a ``ValueError`` too.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def parse_strict_flag(strict: "str | StrictHandling") -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         known = ", ".join(mode.value for mode in StrictHandling)
-        raise PolicyError("strict is unknown", expected=f"one of {known}", found=repr(strict)) from None
+        raise PolicyError("this value of strict is unknown", expected=f"one of {known}", found=repr(strict)) from None
 
 
 def find_mismatches(
@@ -117,7 +117,7 @@ def find_mismatches(
 ) -> tuple[set[str], set[str]]:
     """Return the missing keys, equal on all ranks, and this rank's unexpected ones.
 
-    `stored` is what `load_sharded_metadata` returned. There are no missing keys unless `strict` asks for them.
+    `stored` is the result of `load_sharded_metadata`. Missing keys are found only if `strict` asks for them.
     """
     wanted = {leaf.key for leaf in leaves_of(sharded_part)}
     known = {leaf.key for leaf in stored.values()}
@@ -128,14 +128,14 @@ def find_mismatches(
 
 
 def report_mismatches(missing: set[str], unexpected: set[str], strict: StrictHandling, gather: Gather) -> None:
-    """Raise or log, as `strict` says.
+    """Raise or log, depending on `strict`.
 
     Raises
     ------
     CheckpointingException
         On every rank, one problem per key.
     """
-    # The beginnings are Megatron's: logs are searched for them.
+    # The texts begin as Megatron's do, so that searching logs for these finds them.
     found = {
         "Unexpected keys (for this rank): the checkpoint has no such key": sorted(unexpected),
         "Missing keys (for all ranks): the checkpoint has a key that no rank asks for": sorted(missing),
@@ -161,12 +161,12 @@ class _Cell:
 def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> list[ShardTable]:
     """Check that the main copies of all ranks cover every tensor and every grid of objects exactly once.
 
-    Returns the shards of tensors of each rank, which it has gathered.
+    Returns the gathered shards of tensors of each rank.
 
     Raises
     ------
     CheckpointingException
-        On every rank, with all problems at once: holes, overlaps, several main copies of a shard, ranks that disagree
+        On every rank, with all problems at once: gaps, overlaps, several main copies of a shard, ranks that disagree
         about a tensor's shape or data type (an ``AssertionError`` too).
 
     Examples
@@ -180,7 +180,7 @@ def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) 
     functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (6,), offset (0,)...
     """
     held = together(gather, lambda: _held(sharded_part, gather.rank))
-    # One rank looks, since all would find the same; each raises it.
+    # One rank checks, since all would find the same problems; all ranks raise them.
     found = together(gather, lambda: _problems(held) if gather.rank == 0 else [])
     raise_problems(found[0])
     return [table for table, _ in held]
@@ -192,7 +192,7 @@ def check_integrity(
     gather: Gather,
     preprocess: Callable[[CommonStateDict], StateDict] | None,
 ) -> list[ShardTable]:
-    """Do what `validate_sharding_integrity` does, and compare the common half; `preprocess` gets a copy of it.
+    """Call `validate_sharding_integrity`, and compare the common half; `preprocess` gets a copy of it.
 
     Examples
     --------
@@ -235,15 +235,21 @@ def _object_problems(grid: Sequence[tuple[int, _Cell]]) -> list[ProblemError]:
         owners.setdefault(cell.unique_key, rank)
     first = grid[0][1]
     if len(owners) < first.count:
-        found.append(GapError("some cells of a grid of objects are held by nobody", first.key, expected=first.count,
-                              found=sorted(owners)))  # fmt: skip
+        found.append(
+            GapError(
+                "no rank holds some cells of a grid of objects",
+                first.key,
+                expected=first.count,
+                found=sorted(owners),
+            )
+        )
     return found
 
 
 def compare_common_state(common_state_dict: StateDict, gather: Gather) -> dict[str, tuple[int, ...]]:
-    """Return where the common half differs from that of rank 0, which is the one that is saved: path -> ranks.
+    """Return where the common half of other ranks differs from that of rank 0, which is saved: path -> ranks.
 
-    Each difference is also logged as a warning, on every rank: scripts differ in small things without harm.
+    Each difference is also logged as a warning, on every rank; it is not an error, since many are harmless.
 
     Examples
     --------

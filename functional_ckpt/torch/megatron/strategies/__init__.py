@@ -1,1 +1,1 @@
-"""How sharded state dicts are saved and loaded, by the names of ``megatron.core.dist_checkpointing.strategies``."""
+"""Strategies that save and load state dicts, by the names of ``megatron.core.dist_checkpointing.strategies``."""

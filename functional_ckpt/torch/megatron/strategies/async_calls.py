@@ -1,6 +1,6 @@
-"""`AsyncRequest`: a save that is ready to run; `AsyncCallsQueue`: runs them in the background, finalises them in order.
+"""`AsyncRequest`: a prepared save; `AsyncCallsQueue`: runs requests in the background and finalises them in order.
 
-The work is done by a thread of this process, never by a forked one: TensorStore aborts in a forked child.
+A thread of this process does the work, never a forked process: TensorStore aborts there.
 """
 
 from collections import deque
@@ -18,17 +18,17 @@ from functional_ckpt.torch.megatron.exceptions import SpecAssertionError
 __all__ = ["AsyncCallsQueue", "AsyncRequest"]
 
 _TIMEOUT_S = 600.0
-# How long a rank waits for its own work before it tells the others that it is alive.
+# How long a rank waits for its own work before it exchanges a message with the others, which shows that it is alive.
 _BEAT_S = 0.2
 
 
 class AsyncRequest(NamedTuple):
-    """A save, prepared: what to run in the background, and what afterwards on the caller's thread.
+    """A prepared save: the function to run in the background, and those to call afterwards on the caller's thread.
 
     Parameters
     ----------
     async_fn
-        Work of this rank; None if it has none.
+        The work of this rank; None if it has none.
     async_fn_args, async_fn_kwargs
         Its arguments.
     finalize_fns
@@ -36,7 +36,7 @@ class AsyncRequest(NamedTuple):
     preload_fn
         If given, called on the caller's thread; its result replaces the second of three arguments.
     is_frozen
-        Whether no more functions may be added.
+        Whether adding functions is forbidden.
     call_idx
         Number in the queue.
 
@@ -58,7 +58,7 @@ class AsyncRequest(NamedTuple):
     call_idx: int = 0
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to be called after those that are there.
+        """Add a function to be called after the existing ones.
 
         Raises
         ------
@@ -66,7 +66,7 @@ class AsyncRequest(NamedTuple):
             If the request is frozen.
         """
         if self.is_frozen:
-            raise RuntimeError("a frozen request takes no more functions")
+            raise RuntimeError("a frozen request does not accept more functions")
         self.finalize_fns.append(fn)
 
     def freeze(self) -> "AsyncRequest":
@@ -79,7 +79,7 @@ class AsyncRequest(NamedTuple):
         Raises
         ------
         CheckpointingException
-            The failures of all ranks. What comes after a failure is not run.
+            The failures of all ranks. Functions after a failure are not called.
         """
         gather = torch_gather(None, _TIMEOUT_S, "queue", "AsyncRequest.execute_sync")
         agree(gather, lambda: self._run(self._arguments()))
@@ -89,7 +89,9 @@ class AsyncRequest(NamedTuple):
         if self.preload_fn is None:
             return self.async_fn_args
         if len(self.async_fn_args) != 3:
-            raise SpecAssertionError("a request with a preload_fn has three arguments", found=len(self.async_fn_args))
+            raise SpecAssertionError(
+                "a request with a preload_fn must have three arguments", found=len(self.async_fn_args)
+            )
         first, _, last = self.async_fn_args
         return first, self.preload_fn(), last
 
@@ -104,19 +106,19 @@ class AsyncRequest(NamedTuple):
 
 @attrs.frozen(eq=False)
 class _Call:
-    """A request whose work was given to the worker."""
+    """A request whose work was submitted to the worker."""
 
     request: AsyncRequest
     future: "Future[None]"
 
 
 class AsyncCallsQueue:
-    """Saves in the background. All ranks schedule and finalise alike, from one thread each.
+    """A queue of saves in the background. All ranks schedule and finalise in the same order, from one thread each.
 
     Parameters
     ----------
     persistent
-        Keep the worker thread while there is nothing to do.
+        Keep the worker thread while the queue is empty.
     process_group
         Ranks that save together; None for the default group.
     timeout_s
@@ -141,9 +143,9 @@ class AsyncCallsQueue:
         self._worker: ThreadPoolExecutor | None = None
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Start the work of a request, after that of earlier ones, and return its number, from 0.
+        """Start the work of a request, after the work of earlier ones, and return its number, from 0.
 
-        Whatever goes wrong is raised by `maybe_finalize_async_calls`, on all ranks.
+        `maybe_finalize_async_calls` raises failures, on all ranks.
         """
         request = async_request.freeze()._replace(call_idx=self._next)
         self._next += 1
@@ -151,14 +153,14 @@ class AsyncCallsQueue:
         return request.call_idx
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        """Finalise, in order, the calls whose work is done on all ranks, and return their numbers.
+        """Finalise, in order, the calls whose work has ended on all ranks, and return their numbers.
 
         Parameters
         ----------
         blocking
             Wait for all calls.
         no_dist
-            Ask no other rank.
+            Do not communicate with other ranks.
 
         Raises
         ------
@@ -182,9 +184,9 @@ class AsyncCallsQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalise all calls and end the worker, or, on `abort`, drop them: nothing of them is published.
+        """Finalise all calls and end the worker; with `abort`, drop the calls, none of which is published.
 
-        Work that is running when it is aborted goes on until it is done; nothing follows it.
+        With `abort`, running work continues to its end, but its functions are not called.
 
         Raises
         ------
@@ -225,8 +227,9 @@ class AsyncCallsQueue:
             states = gather.all_gather((call.request.call_idx, call.future.done()))
             numbers = [number for number, _ in states]
             if len(set(numbers)) > 1:
-                raise SpecError("ranks finalise different calls", found=numbers,
-                                remedy="Schedule and finalise alike on all ranks")  # fmt: skip
+                raise SpecError(
+                    "ranks finalise different calls", found=numbers, remedy="Use the same order on all ranks"
+                )
             if all(done for _, done in states) or not blocking:
                 return all(done for _, done in states)
 

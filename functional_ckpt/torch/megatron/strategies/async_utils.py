@@ -1,4 +1,4 @@
-"""`AsyncRequest` and `AsyncCallsQueue` by the module's name in ``megatron.core.dist_checkpointing.strategies``."""
+"""`AsyncRequest` and `AsyncCallsQueue`, under the module name of ``megatron.core.dist_checkpointing.strategies``."""
 
 from functional_ckpt.torch.megatron.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 

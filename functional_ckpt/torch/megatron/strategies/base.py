@@ -1,6 +1,6 @@
 """Interfaces of strategies, and the registry of default ones.
 
-A strategy saves or loads one half of a state dict: the sharded leaves, or the common rest.
+A strategy saves or loads one half of a state dict: the sharded leaves, or the common ones.
 """
 
 import importlib
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class StrategyAction(Enum):
-    """What a strategy does, to which half of a state dict.
+    """The action of a strategy: save or load, and which half of a state dict.
 
     Examples
     --------
@@ -50,11 +50,11 @@ class StrategyAction(Enum):
 
 
 class LoadStrategyBase(ABC):
-    """A way to load. Its checks raise for formats that it does not read; what they return is ignored."""
+    """Base of strategies that load. The checks raise for formats that the strategy does not read."""
 
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless this strategy reads what the named backend wrote."""
+        """Raise unless this strategy reads checkpoints of the backend."""
 
     @abstractmethod
     def check_version_compatibility(self, loaded_version: int) -> None:
@@ -62,12 +62,12 @@ class LoadStrategyBase(ABC):
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Whether it loads `ShardedObject` leaves as well."""
+        """Whether the strategy also loads `ShardedObject` leaves."""
         return False
 
 
-class SaveStrategyBase(ABC):  # noqa: B024 - what is abstract differs between its two kinds
-    """A way to save, into the format that `backend` and `version` name.
+class SaveStrategyBase(ABC):  # noqa: B024 - its two subclasses have different abstract methods
+    """Base of strategies that save, in the format `backend`, `version`.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class SaveStrategyBase(ABC):  # noqa: B024 - what is abstract differs between it
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Whether it saves `ShardedObject` leaves as well."""
+        """Whether the strategy also saves `ShardedObject` leaves."""
         return False
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class LoadCommonStrategy(LoadStrategyBase):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """Return the state dict with each `ShardedObject` replaced by what was stored."""
+        """Return the state dict with each `ShardedObject` replaced by the stored object."""
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the stored objects without data, by their unique keys.
@@ -120,7 +120,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Return the state dict with each sharded leaf replaced by what was stored."""
+        """Return the state dict with each sharded leaf replaced by the stored value."""
 
     @abstractmethod
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
@@ -189,7 +189,7 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
 
 _Strategy: TypeAlias = SaveStrategyBase | LoadStrategyBase
 
-#: Action's value -> (backend, version) -> strategy. Instances are shared by the whole process.
+#: Value of the action -> (backend, version) -> strategy. The whole process shares the instances.
 default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
 
 #: The queue of saves in the background.
@@ -223,17 +223,18 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     known = default_strategies[_checked(action).value]
     if (backend, version) not in known:
         for name in _BUILT_IN:
-            importlib.import_module(name)  # which registers those of this library
+            importlib.import_module(name)  # registers the strategies of this library
     if (backend, version) not in known:
         raise PolicyError(
-            f"no strategy is registered for {(action.value, backend, version)}", found=sorted(known),
+            f"no strategy is registered for {(action.value, backend, version)}",
+            found=sorted(known),
             remedy="Register one with register_default_strategy",
-        )  # fmt: skip
+        )
     return known[backend, version]
 
 
 def get_default_save_sharded_strategy(backend: str = _BACKEND, version: int = _VERSION) -> SaveShardedStrategy:
-    """Return the strategy that `save` takes for the sharded half if it is given none.
+    """Return the strategy that `save` uses by default for the sharded half.
 
     Examples
     --------
@@ -244,7 +245,7 @@ def get_default_save_sharded_strategy(backend: str = _BACKEND, version: int = _V
 
 
 def get_default_save_common_strategy(backend: str = _BACKEND, version: int = _VERSION) -> SaveCommonStrategy:
-    """Return the strategy that `save` takes for the common half if it is given none.
+    """Return the strategy that `save` uses by default for the common half.
 
     Examples
     --------
@@ -255,7 +256,7 @@ def get_default_save_common_strategy(backend: str = _BACKEND, version: int = _VE
 
 
 def register_default_strategy(action: StrategyAction, backend: str, version: int, strategy: _Strategy) -> None:
-    """Make `strategy` the default for an action and a format, instead of what was registered before.
+    """Make `strategy` the default for an action and a format; it replaces the one registered before.
 
     Raises
     ------
@@ -266,7 +267,7 @@ def register_default_strategy(action: StrategyAction, backend: str, version: int
 
 
 def register_built_in_strategy(action: StrategyAction, backend: str, version: int, strategy: _Strategy) -> None:
-    """Make `strategy` the default unless there is one: what a user registered stays, whoever was imported first.
+    """Make `strategy` the default unless one is registered: a user's strategy stays, whatever the order of imports.
 
     Raises
     ------
@@ -281,10 +282,15 @@ _ANY = object()
 
 def _checked(action: StrategyAction, strategy: object = _ANY) -> StrategyAction:
     if not isinstance(action, StrategyAction):
-        raise PolicyError("this is no action of a strategy", expected=[str(a) for a in StrategyAction], found=action)
+        raise PolicyError(
+            "this is not an action of a strategy", expected=[str(a) for a in StrategyAction], found=action
+        )
     if strategy is not _ANY and (isinstance(strategy, type) or not callable(getattr(strategy, _METHODS[action], None))):
-        raise PolicyError(f"a strategy for {action.value} needs a method {_METHODS[action]}", found=repr(strategy),
-                          remedy="Pass an instance")  # fmt: skip
+        raise PolicyError(
+            f"a strategy for {action.value} needs a method {_METHODS[action]}",
+            found=repr(strategy),
+            remedy="Pass an instance",
+        )
     return action
 
 

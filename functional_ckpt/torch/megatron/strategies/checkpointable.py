@@ -1,8 +1,7 @@
 """Sharded tensors that ``torch.distributed.checkpoint`` saves and loads by itself, with any storage.
 
-Both classes are tensors in name only: they have the global shape, and no operation works on them. What DCP gets is a
-list of pieces, each a region of the global tensor and a view of the local one: one piece per shard, several for a
-range of a flattened one. To DCP the pieces lie in the wrapper where they lie in the global tensor.
+Both classes are tensor subclasses with the global shape, on which no operation works. DCP gets a list of pieces, each a
+region of the global tensor with a view of the local one: one piece per shard, several for a range of a flattened shard.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch
 
 from functional_ckpt.errors import ShapeError, SpecError
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.sharding import fragments
+from functional_ckpt.spec.shard import fragments
 from functional_ckpt.torch.dcp.bridge import ChunkStorageMetadata, MetadataIndex, WriteItem, chunk_of, write_item
 from functional_ckpt.torch.megatron.exceptions import LeafAssertionError, SpecAssertionError
 from functional_ckpt.torch.megatron.sharded_tensor import ShardedTensor
@@ -30,7 +29,7 @@ class CheckpointableShardedTensor(torch.Tensor):
     data
         The local tensor; filled in place by a load.
     sh_ten
-        Its place in the global tensor. DCP names it by the key of the state dict, not by `sh_ten.key`.
+        Its place in the global tensor. DCP uses the key of the state dict, not `sh_ten.key`.
 
     Attributes
     ----------
@@ -40,7 +39,7 @@ class CheckpointableShardedTensor(torch.Tensor):
     Raises
     ------
     CheckpointingException
-        If `data` is None or does not have the shape of the shard; names the key.
+        If `data` is None or does not have the shape of the shard; the error names the key.
 
     Examples
     --------
@@ -77,17 +76,18 @@ class CheckpointableShardedTensor(torch.Tensor):
         Raises
         ------
         CheckpointingException
-            If it is no `ShardedTensor` (an ``AssertionError`` too), or has no data.
+            If it is not a `ShardedTensor` (an ``AssertionError`` too), or has no data.
         """
         if not isinstance(sh_ten, ShardedTensor):
-            raise LeafAssertionError("this is no sharded tensor", expected="ShardedTensor",
-                                     found=type(sh_ten).__name__)  # fmt: skip
+            raise LeafAssertionError(
+                "this is not a sharded tensor", expected="ShardedTensor", found=type(sh_ten).__name__
+            )
         return cls(sh_ten.data, sh_ten)  # type: ignore[arg-type] # None is refused there
 
     def __create_write_items__(
         self, fqn: str, sh_ten: "CheckpointableShardedTensor", index: int | None = None
     ) -> list[WriteItem]:
-        """Return DCP's orders to write the pieces; `index` is the position of the first among all on this rank."""
+        """Return DCP's write items for the pieces; `index` is the position of the first among all on this rank."""
         return _write_items(fqn, self, self._pieces, index)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -95,7 +95,7 @@ class CheckpointableShardedTensor(torch.Tensor):
         return [chunk_of(box) for box, _ in self._pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the local memory of the piece at `index`; a single piece is returned whatever it says.
+        """Return the local memory of the piece at `index`; if there is only one piece, `index` is ignored.
 
         Raises
         ------
@@ -108,7 +108,7 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any, kwargs: Any = None
     ) -> NoReturn:
-        """Refuse: a shard is not a tensor to compute with.
+        """Raise: a shard does not support operations.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class CheckpointableShardedTensor(torch.Tensor):
 
 
 class LocalShardsContainer(torch.Tensor):
-    """All shards of one global tensor that this rank holds, as one value for DCP, which wants one per key.
+    """All shards of one global tensor that this rank holds, as one value for DCP, which needs one value per key.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class LocalShardsContainer(torch.Tensor):
     Raises
     ------
     CheckpointingException
-        If there is none, or one is of another type (an ``AssertionError`` too), or they differ in key, global shape or
+        If there are no shards, one has another type (an ``AssertionError`` too), or they differ in key, global shape or
         data type.
 
     Examples
@@ -157,8 +157,9 @@ class LocalShardsContainer(torch.Tensor):
             raise SpecAssertionError("a container needs at least one shard")
         for shard in local_shards:
             if not isinstance(shard, CheckpointableShardedTensor):
-                raise LeafAssertionError("a container holds shards only", found=type(shard).__name__,
-                                         expected="CheckpointableShardedTensor")  # fmt: skip
+                raise LeafAssertionError(
+                    "a container holds shards only", found=type(shard).__name__, expected="CheckpointableShardedTensor"
+                )
         first = local_shards[0]
         for shard in local_shards[1:]:
             _check_same(first, shard)  # type: ignore[arg-type] # checked above
@@ -170,7 +171,7 @@ class LocalShardsContainer(torch.Tensor):
         _publish(self, self._pieces)
 
     def __create_write_items__(self, fqn: str, local_shards_cont: "LocalShardsContainer") -> list[WriteItem]:
-        """Return DCP's orders to write the pieces of all shards, in their order."""
+        """Return DCP's write items for the pieces of all shards, in their order."""
         return _write_items(fqn, self, self._pieces, 0)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -178,7 +179,7 @@ class LocalShardsContainer(torch.Tensor):
         return [chunk_of(box) for box, _ in self._pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the local memory of the piece at the offset that `index` names; its position is a hint.
+        """Return the local memory of the piece at the offset of `index`.
 
         Raises
         ------
@@ -191,7 +192,7 @@ class LocalShardsContainer(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Refuse: shards are not a tensor to compute with.
+        """Raise: shards do not support operations.
 
         Raises
         ------
@@ -211,8 +212,8 @@ def _wrapper(cls: type, shape: Sequence[int], like: torch.Tensor) -> torch.Tenso
 def _pieces(data: torch.Tensor, sh_ten: ShardedTensor) -> tuple[_Piece, ...]:
     """Return the shard's regions of the global tensor with views of `data`.
 
-    An empty shard has none, unless the whole tensor is empty: DCP tells the pieces of several ranks apart by their
-    offset alone, so an empty one could displace another, but a tensor without any would not be stored.
+    An empty shard has none, unless the whole tensor is empty: DCP distinguishes the pieces of several ranks by their
+    offset alone, so an empty piece could displace another; but a tensor without pieces would not be stored.
     """
     shard = sh_ten.spec
     expected = shard.box.shape[sh_ten.prepend_axis_num :] if shard.flat is None else (shard.size,)
@@ -242,7 +243,7 @@ def _with_axes(data: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _publish(tensor: Any, pieces: Sequence[_Piece]) -> None:
-    """Set the attributes by which torch 2.14 and later know a tensor that consists of shards."""
+    """Set the attributes by which torch 2.14 and later recognise a tensor that consists of shards."""
     tensor.global_shape = tuple(tensor.shape)
     tensor.global_offsets = tensor.local_offsets = tuple(box.start for box, _ in pieces)
     tensor.local_sizes = tuple(box.shape for box, _ in pieces)
@@ -269,7 +270,7 @@ def _write_items(fqn: str, tensor: torch.Tensor, pieces: Sequence[_Piece], first
 
 def _found(pieces: Sequence[_Piece], index: MetadataIndex) -> torch.Tensor:
     if index.offset is None:
-        raise SpecError("shards are looked up by offset, and none is given", index.fqn)
+        raise SpecError("the index of a shard has no offset", index.fqn)
     offset, hint = tuple(index.offset), index.index
     if hint is not None and 0 <= hint < len(pieces) and pieces[hint][0].start == offset:
         return pieces[hint][1]

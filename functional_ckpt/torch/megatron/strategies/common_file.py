@@ -1,4 +1,4 @@
-"""The common half as Megatron writes it, one file of ``torch.save``: read here, never written."""
+"""The common half in Megatron's own format, one file of ``torch.save``: this library only reads it."""
 
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ _BACKEND, _VERSION = "torch", 1
 
 
 class TorchLoadCommonStrategy(LoadCommonStrategy):
-    """Loads the common half from Megatron's ``common.pt``, on every rank. Sharded objects it does not know.
+    """Loads the common half from Megatron's ``common.pt``, on every rank. It does not handle sharded objects.
 
     Parameters
     ----------
     safe_globals
-        Classes that objects in it may have, see `LoadPolicy`; any if ``"trust"``.
+        Classes that are allowed for objects in it, see `LoadPolicy`; any if ``"trust"``.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class TorchLoadCommonStrategy(LoadCommonStrategy):
             raise PolicyError("this strategy reads another format", expected=_BACKEND, found=loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise `CheckpointingException` unless the version is known."""
+        """Raise `CheckpointingException` unless this library reads the version."""
         if loaded_version != _VERSION:
             raise PolicyError("this strategy reads another version", expected=_VERSION, found=loaded_version)
 
@@ -63,15 +63,15 @@ class TorchLoadCommonStrategy(LoadCommonStrategy):
         """
         data = open_store(checkpoint_dir).read(COMMON_FILE)
         if data is None:
-            raise NotACheckpointError("there is no common half", path=f"{checkpoint_dir}/{COMMON_FILE}")
+            raise NotACheckpointError("the common half is missing", path=f"{checkpoint_dir}/{COMMON_FILE}")
         state: StateDict = object_from_bytes(COMMON_FILE, np.frombuffer(data, np.uint8), self.safe_globals)
         return state
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """Raise: only the strategy of the sharded half has them."""
-        raise PolicyError("this strategy has no sharded objects", path=str(checkpoint_dir))
+        """Raise: sharded objects are loaded by the strategy of the sharded half."""
+        raise PolicyError("this strategy does not load sharded objects", path=str(checkpoint_dir))
 
 
 register_built_in_strategy(StrategyAction.LOAD_COMMON, _BACKEND, _VERSION, TorchLoadCommonStrategy())

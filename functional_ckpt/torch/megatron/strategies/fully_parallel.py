@@ -1,4 +1,4 @@
-"""Wrappers that spread the work over ranks which hold copies: of saving, and of reading."""
+"""Wrappers that spread writing and reading over the ranks that hold copies."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import attrs
 
 from functional_ckpt.errors import PolicyError
 from functional_ckpt.run.comm import Gather, agree, together
-from functional_ckpt.spec.sharding import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.torch.group.link import torch_gather
 from functional_ckpt.torch.megatron.exceptions import AlgorithmError
@@ -30,18 +30,19 @@ _TIMEOUT_S = 600.0
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
-    """Spreads the writing of tensors over the ranks of a group that hold copies, and lets `strategy` save the rest.
+    """Spreads the writing of tensors over the ranks of a group that hold copies; `strategy` saves them and the rest.
 
-    Shards whose main copy is in the group are dealt out, the largest first, each to the rank that has least so far.
+    Shards whose main copy is in the group are assigned to ranks, the largest first, each to the rank with the least so
+    far.
 
     Parameters
     ----------
     strategy
-        Saves what each rank was dealt.
+        Saves the shards that are assigned to each rank.
     parallelization_group
         Ranks that hold copies of one another's shards; None for the default group.
     do_cache_distribution
-        Deal once; later saves must hold the same shards.
+        Assign once; later saves must have the same shards.
 
     Examples
     --------
@@ -57,7 +58,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
-        #: The places of the shards that this rank writes, of the save that dealt them; None before it.
+        #: The cached places of the shards that this rank writes; None before the first save.
         self.cached_distribution: frozenset[Any] | None = None
         self._told: Sequence[ShardTable] | None = None
 
@@ -76,19 +77,19 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         Raises
         ------
         CheckpointingException
-            If the wrapped strategy cannot do that.
+            If the wrapped strategy cannot save in the background.
         """
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise PolicyError("this strategy cannot save in the background", found=str(self.base_strategy))
         return self.base_strategy.async_save(self.apply_saving_parallelization(sharded_state_dict), checkpoint_dir)
 
     def apply_saving_parallelization(self, sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Return the state dict with the replica ids of the deal; all ranks of the group call it.
+        """Return the state dict with replica ids that follow the assignment; all ranks of the group call it.
 
         Raises
         ------
         CheckpointingException
-            On every rank of the group, if any has a leaf that contradicts itself.
+            On every rank of the group, if any rank has a leaf whose fields contradict each other.
         """
         gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
         mine = self.cached_distribution if self.do_cache_distribution else None
@@ -102,7 +103,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
                 return leaf
             shard = as_tensor(leaf).spec
             place = _place(shard)
-            # A rank that holds one shard twice writes the first of them.
+            # A rank that holds a shard twice writes only the first one.
             is_writer = place in left
             left.discard(place)
             return _relabelled(leaf, 0 if is_writer else 1)
@@ -110,7 +111,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         return agree(gather, lambda: map_leaves(relabelled, sharded_state_dict))
 
     def _held(self, sharded_state_dict: ShardedStateDict, gather: Gather) -> Sequence[ShardTable]:
-        """Return the shards that each rank of the group holds, which may be known already."""
+        """Return the shards that each rank of the group holds, from `knowing` if possible."""
         if self._told is not None:
             members: Sequence[int] = getattr(gather, "members", None) or range(gather.size)
             return [self._told[number] for number in members]
@@ -124,7 +125,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
 @contextmanager
 def knowing(strategy: SaveShardedStrategy, told: Sequence[ShardTable] | None) -> Iterator[None]:
-    """Spare the wrapper to gather again, while it saves, the shards of all ranks of the default group, if it is one.
+    """Pass gathered shards of all ranks of the default group to `strategy`, if it is the wrapper, during a save.
 
     Examples
     --------
@@ -163,7 +164,7 @@ class _Held:
 
 
 def _dealt(held: Sequence[ShardTable], rank: int) -> frozenset[Any]:
-    """Return the places of the shards that `rank` writes, by its position among those that hold them."""
+    """Return the places of the shards that are assigned to `rank`, its position in the group."""
     ranks: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     mains: dict[Any, None] = {}
@@ -186,23 +187,24 @@ def _dealt(held: Sequence[ShardTable], rank: int) -> frozenset[Any]:
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
-    """Lets the ranks of a group read each stored chunk once, and exchange the pieces.
+    """Makes the ranks of a group read each stored chunk once and exchange the pieces.
 
     Parameters
     ----------
     strategy
-        A `ZarrLoadShardedStrategy`. With one of others, whose reading cannot be split, each rank reads what it wants.
+        A `ZarrLoadShardedStrategy`. With any other strategy, each rank reads by itself what it wants.
     parallelization_group
         Ranks that read for one another; None for the default group.
     do_cache_distribution
-        Accepted for Megatron's sake: who reads what is decided anew in each load, which costs one exchange.
+        Ignored; accepted for compatibility with Megatron. Each load plans its reads anew, which costs one exchange.
     exchange_algo
-        Likewise: there is one way.
+        Ignored too, except that it must be an algorithm of Megatron.
 
     Raises
     ------
     CheckpointingException
-        For what cannot load, or a way to exchange that Megatron does not know (a ``NotImplementedError`` too).
+        If `strategy` cannot load, or for an exchange algorithm that Megatron does not know (a ``NotImplementedError``
+        too).
 
     Examples
     --------
@@ -218,10 +220,13 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         exchange_algo: str = "broadcast",
     ) -> None:
         if isinstance(strategy, type) or not callable(getattr(strategy, "load", None)):
-            raise PolicyError("this is no strategy that loads", found=repr(strategy), expected="LoadShardedStrategy")
+            raise PolicyError("this is not a strategy that loads", found=repr(strategy), expected="LoadShardedStrategy")
         if exchange_algo not in ("broadcast", "gather_object", "gather_rounds"):
-            raise AlgorithmError("exchange_algo is unknown", found=exchange_algo,
-                                 expected="'broadcast', 'gather_object' or 'gather_rounds'")  # fmt: skip
+            raise AlgorithmError(
+                "exchange_algo is unknown",
+                found=exchange_algo,
+                expected="'broadcast', 'gather_object' or 'gather_rounds'",
+            )
         self.base_strategy = strategy
         self.parallelization_group = parallelization_group
         self.do_cache_distribution = do_cache_distribution
@@ -240,15 +245,15 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return strategy.load(sharded_state_dict, checkpoint_dir)
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return what the wrapped strategy does."""
+        """Return the result of the wrapped strategy."""
         return self.base_strategy.load_tensors_metadata(checkpoint_dir)
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
-        """Return what the wrapped strategy does."""
+        """Return the result of the wrapped strategy."""
         return self.base_strategy.load_sharded_metadata(checkpoint_dir)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Do what the wrapped strategy does."""
+        """Call the wrapped strategy."""
         self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:

@@ -1,4 +1,4 @@
-"""Remove arrays from a committed checkpoint, so that a reader finds it with all of them or with none."""
+"""Remove arrays from a committed checkpoint atomically: a reader finds all of them or none."""
 
 import json
 import os
@@ -26,13 +26,14 @@ __all__ = ["remove_arrays"]
 
 
 def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
-    """Remove the arrays of these keys from the checkpoint at `path`, and nothing else that lies there.
+    """Remove the arrays of these keys from the checkpoint at `path`; everything else there stays.
 
-    Of tied arrays only the names are removed: the bytes go with the last of them, and until then belong to the first
-    that is left, by the order of text.
+    Of tied arrays only the names are removed: the data are removed with the last name, and until then belong to the
+    first remaining name in alphabetical order.
 
-    A directory of hard links to what stays, with a manifest and root of its own, takes the place of the old one in one
-    step. Killed before it, the old checkpoint stands, after it the new one; the rest is for `functional_ckpt.sweep`.
+    A directory of hard links to the remaining files, with a new manifest and root, replaces the old one in one step. If
+    the process is killed before the step, the old checkpoint stays; after it, the new one. `functional_ckpt.sweep`
+    removes the leftovers.
 
     Raises
     ------
@@ -70,7 +71,7 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
 
 
 def _without(manifest: Manifest, gone: frozenset[str]) -> tuple[Manifest, dict[str, ArrayEntry]]:
-    """Return a manifest without some keys; and by its old key each array that now belongs to another name of it."""
+    """Return a manifest without some keys, and old key -> entry of each tied array that now has another key."""
     aliases = sorted((alias for alias in manifest.aliases if alias.key not in gone), key=lambda alias: alias.key)
     heirs = {alias.target: alias for alias in reversed(aliases) if alias.target in gone}
     moved = {
@@ -91,9 +92,9 @@ def _without(manifest: Manifest, gone: frozenset[str]) -> tuple[Manifest, dict[s
 def _replace(
     final: Path, seen: Identity | None, nodes: set[str], moved: Mapping[str, str], files: Mapping[str, bytes]
 ) -> None:
-    """Exchange a directory for one without `nodes`, where the chunks of `moved` have other names, with new `files`.
+    """Exchange a directory for one without `nodes`, in which `moved` nodes have other names, with new `files`.
 
-    `seen` tells the checkpoint that the files were made from.
+    `seen` is the identity of the checkpoint from which the files were made.
     """
     save_id = new_save_id()
     work = final.parent / working_name(final.name, save_id)
@@ -105,7 +106,7 @@ def _replace(
             _link_tree(final, work, {*nodes, *files})
             for old, new in moved.items():
                 _link_tree(final / old, work / new, {ROOT})
-            # Links are new files in new directories: all of the file system is brought to storage at once.
+            # Links are new names in many new directories: syncing the whole file system is faster.
             store = FileStore(work, "syncfs")
             for name, data in files.items():
                 store.create(name, [memoryview(data)], len(data))
@@ -123,8 +124,11 @@ def _replace(
 
 
 def _link_tree(source: Path, target: Path, left_out: set[str]) -> None:
-    """Make a directory of hard links, without what lies in `source` itself under some names."""
+    """Make a directory of hard links to the files in `source`, except those directly in it with `left_out` names."""
     shutil.copytree(
-        source, target, symlinks=True, copy_function=os.link,
+        source,
+        target,
+        symlinks=True,
+        copy_function=os.link,
         ignore=lambda at, _: left_out if Path(at) == source else set(),
-    )  # fmt: skip
+    )

@@ -1,7 +1,7 @@
 """The strategies of this library: sharded and common leaves as Zarr v3.
 
-The sharded half is a checkpoint in the directory itself, committed by its root, so that files of others may lie beside
-it; the common half is a checkpoint of its own in ``.common``. The root binds what lies beside it (`halves`).
+The sharded half is a checkpoint in the directory itself, committed by its root, so that the directory may hold other
+files; the common half is a separate checkpoint in ``.common``. The root holds digests of the common half (`halves`).
 """
 
 from pathlib import Path
@@ -66,10 +66,10 @@ __all__ = [
     "ZarrSaveShardedStrategy",
 ]
 
-#: How sharded leaves are saved by default: flat shards end anywhere, and smaller chunks mean that less of them moves.
+#: The default policy for sharded leaves: flat shards may end anywhere, and with smaller chunks fewer bytes move.
 SAVE_POLICY = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=1 << 24))
 
-#: How both load strategies load by default.
+#: The default policy of both load strategies.
 LOAD_POLICY = LoadPolicy()
 
 
@@ -79,15 +79,15 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
     Parameters
     ----------
     backend, version
-        What the format is called.
+        Name and version of the format.
     policy
-        How to save. Who writes is declared by replica ids, a checkpoint is replaced, and files of others are kept,
-        whatever it says.
+        How to save. Whatever it says, replica ids declare who writes, an existing checkpoint is replaced, and foreign
+        files are kept.
     process_group
         Ranks that save together; None for the default group.
     common_file
-        Name of the file, such as ``common.pt``, to which the caller has written the common half before; a common half
-        of this library's own is removed then. What lies there when a save begins is bound to it.
+        Name of the file, such as ``common.pt``, to which the caller has written the common half before; then a common
+        half in this library's own format is removed. The root gets a digest of the file.
 
     Examples
     --------
@@ -122,49 +122,61 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         Raises
         ------
         CheckpointingException
-            On every rank, with all problems at once: cells that no main copy covers or two do, names that others have
-            taken, and so on. Nothing is published then.
+            On every rank, with all problems at once: cells that no or several main copies hold, names that other files
+            have, and so on. Nothing is published then.
         """
         leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
-        save(leaves, checkpoint_dir, policy=policy, process_group=self.process_group, overwrite=True,
-             attributes=attributes)  # fmt: skip
+        save(
+            leaves,
+            checkpoint_dir,
+            policy=policy,
+            process_group=self.process_group,
+            overwrite=True,
+            attributes=attributes,
+        )
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
         """Copy the state to the host, start the save in a thread of this process, and return a request that waits.
 
-        The save publishes by itself; tensors may be changed when this returns. A failure is raised by the request.
+        The save publishes by itself; tensors may be changed when this returns. The request raises a failure.
 
         Raises
         ------
         CheckpointingException
-            On every rank, for what is found before the copy.
+            On every rank, for problems found before the copy.
         """
         return AsyncRequest(self.start(sharded_state_dict, checkpoint_dir).result, (), [])
 
     @advising(SHARDED_HALF)
     def start(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> PendingSave:
-        """Do what `async_save` does, and return the running save itself.
+        """Start a save like `async_save`, and return the running save itself.
 
         Raises
         ------
         CheckpointingException
-            On every rank, for what is found before the copy.
+            On every rank, for problems found before the copy.
         """
         leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
-        return async_save(leaves, checkpoint_dir, policy=policy, process_group=self.process_group, overwrite=True,
-                          attributes=attributes)  # fmt: skip
+        return async_save(
+            leaves,
+            checkpoint_dir,
+            policy=policy,
+            process_group=self.process_group,
+            overwrite=True,
+            attributes=attributes,
+        )
 
     def gather(self, checkpoint_dir: str | Path) -> Gather:
-        """Return the ranks that save together."""
+        """Return the `Gather` of the ranks that save together."""
         what = f"save of sharded leaves to {named(checkpoint_dir)}"
         return torch_gather(self.process_group, self.policy.timeout_s, "leaves", what)
 
     def _described(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> tuple[Any, dict[str, Any] | None, SavePolicy]:
-        """Return this rank's leaves, attributes that bind what lies beside them, and how to commit.
+        """Return this rank's leaves, the attributes with digests of the common half, and the policy with the commit.
 
-        Rank 0 looks at the directory.
+        Rank 0 inspects the directory.
         """
         gather = self.gather(checkpoint_dir)
         leaves: list[Any] = []
@@ -185,12 +197,12 @@ class _Compatible:
     """The checks of both load strategies."""
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise `CheckpointingException` unless the format is ours."""
+        """Raise `CheckpointingException` unless the format is that of functional_ckpt."""
         if loaded_backend != BACKEND:
             raise PolicyError("this strategy reads another format", expected=BACKEND, found=loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise `CheckpointingException` unless the version is known."""
+        """Raise `CheckpointingException` unless this library reads the version."""
         if loaded_version != VERSION:
             raise PolicyError("this strategy reads another version", expected=VERSION, found=loaded_version)
 
@@ -201,8 +213,8 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
     Parameters
     ----------
     policy
-        How to load. What the state dict lacks is left out, and what the checkpoint lacks is an error, whatever it says;
-        by default a change of data type is an error too.
+        How to load. Whatever it says, stored keys that the state dict lacks are ignored, and keys that the checkpoint
+        lacks are an error; by default a change of data type is an error too.
     process_group
         Ranks that load together; None for the default group.
 
@@ -259,7 +271,7 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
         return dict(stored_leaves(read_manifest(checkpoint_dir)))
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove the tensors whose keys begin with `key_prefix`, in one step: a reader sees all of them or none.
+        """Remove the tensors whose keys begin with `key_prefix`, atomically: a reader sees all of them or none.
 
         One rank calls it, while no other process saves there.
 
@@ -273,12 +285,12 @@ class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
 
 
 class ZarrSaveCommonStrategy(SaveCommonStrategy):
-    """Saves the common half, from rank 0: tensors as arrays, plain values as JSON, anything else by ``torch.save``.
+    """Saves the common half of rank 0: tensors as arrays, plain values as JSON, other objects by ``torch.save``.
 
     Parameters
     ----------
     backend, version
-        What the format is called.
+        Name and version of the format.
     policy
         How to save.
 
@@ -316,13 +328,17 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
         def write() -> None:
             if gather.rank == 0:
                 make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)
-                save(_sealed(common_state_dict), below(checkpoint_dir, COMMON), policy=self.policy,
-                     process_group=LocalGather())  # fmt: skip
+                save(
+                    _sealed(common_state_dict),
+                    below(checkpoint_dir, COMMON),
+                    policy=self.policy,
+                    process_group=LocalGather(),
+                )
 
         agree(gather, write)
 
     def save_sharded_objects(self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Save `ShardedObject` leaves, for a sharded strategy that cannot; all ranks call it."""
+        """Save `ShardedObject` leaves, if the sharded strategy does not; all ranks call it."""
         ZarrSaveShardedStrategy(policy=self.policy).save(sharded_objects_state_dict, below(checkpoint_dir, OBJECTS))
 
 
@@ -332,7 +348,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     Parameters
     ----------
     safe_globals
-        Classes that objects in it may have, see `LoadPolicy`.
+        Classes that are allowed for objects in it, see `LoadPolicy`.
     """
 
     def __init__(self, *, safe_globals: Any = ()) -> None:
@@ -345,12 +361,12 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
 
     @advising(COMMON_HALF)
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
-        """Return the common half, tensors on the CPU; the plain values of what DCP or `functional_ckpt.save` wrote.
+        """Return the common half, tensors on the CPU; of a checkpoint of DCP or `save` the plain values.
 
         Raises
         ------
         CheckpointingException
-            If there is none, it is corrupt, or holds an object of a class that is not allowed.
+            If it is missing or corrupt, or holds an object of a class that is not allowed.
         """
         if is_without_halves(checkpoint_dir):
             plain = picked(lambda leaf: not isinstance(leaf, StoredArray), open_checkpoint(checkpoint_dir).tree())
@@ -361,7 +377,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
-        """Return the state dict with each `ShardedObject` replaced by what was stored; all ranks call it."""
+        """Return the state dict with each `ShardedObject` replaced by the stored object; all ranks call it."""
         strategy = ZarrLoadShardedStrategy(policy=attrs.evolve(LOAD_POLICY, safe_globals=self.safe_globals))
         return strategy.load(sharded_objects_state_dict, below(checkpoint_dir, OBJECTS))
 
@@ -371,7 +387,7 @@ class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
 
 
 def _sealed(common_state_dict: StateDict) -> Any:
-    # An array of numpy would come back as a tensor.
+    # As a leaf, a numpy array would be loaded as a tensor.
     return map_leaves(lambda x: OpaqueObject(x) if isinstance(x, np.ndarray | np.generic) else x, common_state_dict)
 
 
