@@ -28,20 +28,21 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=steps + 1)
         self.tokens = torch.tensor(gpt.read_corpus(Path(__file__).parent)[1])
-        self.losses = []
+        self.step = 0
 
     def state(self):
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "losses": self.losses}
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "step": self.step}
 
     def set_state(self, state):
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **parts)
         self.scheduler.load_state_dict(state["scheduler"])
-        self.losses = state["losses"]
+        self.step = state["step"]
 
-    def train_step(self, step):
-        inputs, targets = gpt.batch(self.tokens, step, BATCH, CONTEXT)
+    def train_step(self):
+        self.step += 1
+        inputs, targets = gpt.batch(self.tokens, self.step, BATCH, CONTEXT)
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         loss = cross_entropy(self.model(inputs[mine]).flatten(0, 1), targets[mine].flatten())
         loss.backward()
@@ -50,9 +51,7 @@ class Trainer:
         self.scheduler.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        self.losses = [*self.losses, mean.item() / dist.get_world_size()]
-        if dist.get_rank() == 0:
-            print(f"step {step} loss {self.losses[-1]:.4f}", flush=True)
+        return mean.item() / dist.get_world_size()
 
 
 def main():
@@ -66,13 +65,14 @@ def main():
     keep = fc.KeepLast(2) | fc.KeepBest("loss")
     with fc.Checkpoints(options.root, keep=keep, on_signal=(signal.SIGTERM,)) as checkpoints:
         trainer.set_state(checkpoints.resume(trainer.state()))
-        for step in range(len(trainer.losses) + 1, options.steps + 1):
-            trainer.train_step(step)
+        stop = False
+        while trainer.step < options.steps and not stop:
+            loss = trainer.train_step()
+            if dist.get_rank() == 0:
+                print(f"step {trainer.step} loss {loss:.6f}", flush=True)
             stop = checkpoints.should_stop()
-            if stop or step % options.save_every == 0 or step == options.steps:
-                checkpoints.async_save(step, trainer.state(), metrics={"loss": trainer.losses[-1]})
-            if stop:
-                break
+            if stop or trainer.step % options.save_every == 0 or trainer.step == options.steps:
+                checkpoints.async_save(trainer.step, trainer.state(), metrics={"loss": loss})
     dist.destroy_process_group()
 
 

@@ -29,6 +29,7 @@ from functional_ckpt.errors import (
     SpecError,
     StorageError,
 )
+from functional_ckpt.run.comm import LocalGather
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.steps import pin_step, step_path
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
@@ -148,7 +149,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     with Checkpoints(tmp_path, keep=KeepLast(1), policy=FAST) as checkpoints:
         checkpoints.save(1, at(1))
         (tmp_path / "step-00000001/notes.txt").write_text("theirs")
-        with pytest.warns(CheckpointWarning, match=r"step 1 is left as it is.*notes\.txt"):
+        with pytest.warns(CheckpointWarning, match=r"step 1 was not removed.*notes\.txt"):
             save_and_wait(checkpoints, 2)
         checkpoints.save(3, at(3))
         assert checkpoints.steps() == (1, 3)
@@ -161,7 +162,7 @@ def test_files_of_others_are_left_alone(tmp_path):
 def test_a_step_that_cannot_be_read_is_told_and_left(tmp_path):
     Checkpoints(tmp_path, policy=FAST).save(1, at(1))
     (tmp_path / "step-00000001/zarr.json").write_text("{}")
-    with pytest.warns(CheckpointWarning, match="step 1 is left as it is"):
+    with pytest.warns(CheckpointWarning, match="step 1 was not removed"):
         checkpoints = Checkpoints(tmp_path, keep=KeepBest("loss"), policy=FAST)
     for step in (2, 3):
         checkpoints.save(step, at(step), metrics={"loss": -step})
@@ -331,6 +332,16 @@ def test_a_step_that_one_rank_does_not_see_is_loaded_by_none(tmp_path):
         return seen
 
     assert run_ranks(2, run) == [(1, 2), (1, 2)]
+
+
+def test_a_step_that_came_from_elsewhere_is_loaded_by_all_ranks(tmp_path):
+    def run(gather):
+        checkpoints = Checkpoints(tmp_path, policy=FAST, process_group=gather)
+        if gather.rank == 0:
+            save(at(3), step_path(tmp_path, 3), policy=FAST, process_group=LocalGather())
+        return checkpoints.resume(like())["step"], checkpoints.steps()
+
+    assert run_ranks(3, run) == [(3, (3,))] * 3
 
 
 def test_ranks_that_name_different_steps_are_told(tmp_path):
