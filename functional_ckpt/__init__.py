@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
     from functional_ckpt.spec.shard import Fragment, ShardSpec, World
+    from functional_ckpt.store.access import StorePolicy
     from functional_ckpt.store.reading import VerifyReport, read_manifest, verify
     from functional_ckpt.store.sweep import sweep
 
@@ -64,6 +65,7 @@ _MODULES = {
     "Fragment": "spec.sharding",
     "ShardSpec": "spec.sharding",
     "World": "spec.sharding",
+    "StorePolicy": "store.access",
     "VerifyReport": "store.reading",
     "read_manifest": "store.reading",
     "verify": "store.reading",
@@ -90,6 +92,7 @@ __all__ = [
     "SavePolicy",
     "ShardSpec",
     "StepInfo",
+    "StorePolicy",
     "StoredArray",
     "Strict",
     "VerifyReport",

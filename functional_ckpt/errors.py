@@ -27,6 +27,7 @@ __all__ = [
     "NotACheckpointError",
     "NotImplementedYet",
     "ObjectCodecError",
+    "OutcomeUnknownError",
     "OverlapError",
     "PathNotSharedError",
     "PerRankError",
@@ -210,6 +211,10 @@ class CorruptionError(StorageError):
 
 class ReplacedError(StorageError):
     """The checkpoint was replaced or removed while it was read; the result is unusable."""
+
+
+class OutcomeUnknownError(StorageError):
+    """The answer to the request that publishes was lost: the path tells whether the checkpoint is there."""
 
 
 class RankFailedError(ProblemError):

@@ -12,12 +12,12 @@ import pytest
 from functional_ckpt import LayoutPolicy, SavePolicy, errors, load, save, sweep, verify
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, CorruptionError, RankFailedError, StorageError
 from functional_ckpt.plan.layout import Layout
-from functional_ckpt.run import saving
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store import claim as claims
 from functional_ckpt.store.chunk import update_chunk, write_chunk
 from functional_ckpt.store.claim import ABANDONED, Claim, state_of
+from functional_ckpt.store.commit import Site
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
@@ -199,7 +199,7 @@ def test_who_writes_part_of_a_chunk_looks_at_the_claim_first(tmp_path):
     save(state(2), tmp_path / "a", policy=MARKER)
     manifest = save(state(2), tmp_path / "b", policy=MARKER)
     entry = manifest.arrays[0]
-    store = open_store(tmp_path / "a", guard=tmp_path / f"a/.{ID}.claim")
+    store = open_store(tmp_path / "a", guard=f".{ID}.claim")
     with pytest.raises(StorageError, match="abandoned"):
         update_chunk(store, entry.spec, entry.layout, Box((0,), (2,)), np.full(2, 1))
     assert step_of(tmp_path / "a") == 2
@@ -212,16 +212,16 @@ def test_a_rank_looks_for_what_its_neighbour_wrote(tmp_path, monkeypatch):
     """Where ranks share no file system after all, each finds its own files."""
     ranks = {}
 
-    def apart(url, sync="none", guard=None, real=saving.open_store):
+    def apart(site, sync="none"):
         other = tmp_path / f"disk of {ranks[threading.get_ident()]}"
         other.mkdir(parents=True)
-        return real(other, sync, guard)
+        return FileStore(other, sync)
 
     def run(gather):
         ranks[threading.get_ident()] = gather.rank
         return save({f"x{gather.rank}": np.ones(3)}, tmp_path / "a", policy=FAST, process_group=gather)
 
-    monkeypatch.setattr(saving, "open_store", apart)
+    monkeypatch.setattr(Site, "store", apart)
     for outcome in try_ranks(2, run):
         assert isinstance(outcome, errors.CheckpointErrors)
         assert {(type(problem), problem.what) for problem in outcome.exceptions} == {

@@ -64,7 +64,7 @@ def test_what_is_no_path(name, here, problems_of):
 
 
 def test_a_scheme_without_a_store(here, problems_of):
-    for path in ("s3://b/x", "S3://b/x"):
+    for path in ("hdfs://b/x", "HDFS://b/x"):
         (problem,) = problems_of(save, STATE, path)
         assert isinstance(problem, NotImplementedYet)
 

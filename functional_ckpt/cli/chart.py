@@ -12,6 +12,7 @@ from functional_ckpt.plan.text import clean, count, size
 from functional_ckpt.plan.writers import writers_from
 from functional_ckpt.run.checkpoint import Checkpoint
 from functional_ckpt.spec.box import Box
+from functional_ckpt.store.chunk import stored_nbytes
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.opening import open_store
 
@@ -52,7 +53,8 @@ def chart(checkpoint: Checkpoint, key: str) -> Facts:
         box, name = grid.box(index), chunk_name(index)
         chunks.append({
             "name": name, "index": list(index), "offset": list(box.start), "shape": list(box.shape),
-            "nbytes": box.size * entry.spec.itemsize, "stored_nbytes": store.nbytes_of(f"{node}/{name}"),
+            "nbytes": box.size * entry.spec.itemsize,
+            "stored_nbytes": stored_nbytes(store, f"{node}/{name}", entry.layout),
             "digest": entry.digest(position).hex(), "rank": writers[position] if writers else None,
         })  # fmt: skip
     return {

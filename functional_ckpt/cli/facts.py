@@ -17,6 +17,7 @@ from functional_ckpt.plan.prefixes import prefixes_of
 from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
 from functional_ckpt.spec.tree import has_prefix
 from functional_ckpt.store.base import Store
+from functional_ckpt.store.chunk import stored_nbytes
 from functional_ckpt.store.commit import PROVENANCE
 from functional_ckpt.store.display import Count, displayed
 from functional_ckpt.store.encoding import chunk_name, node_name
@@ -182,7 +183,7 @@ def _stored(checkpoint: Checkpoint, array: StoredArray) -> Facts:
     node = node_name(entry.spec.key)
     store = open_store(checkpoint.url)
     names = [chunk_name(index) for index in entry.grid.touched(entry.spec.box)]
-    sizes = [store.nbytes_of(f"{node}/{name}") for name in names]
+    sizes = [stored_nbytes(store, f"{node}/{name}", entry.layout) for name in names]
     hexes = [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)]
     return {
         "stored_as": entry.spec.key,

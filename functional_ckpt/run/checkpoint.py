@@ -23,8 +23,9 @@ from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.spec.tree import DictKey, has_prefix, map_leaves, unflatten
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.buffer import HostBuffer
-from functional_ckpt.store.chunk import check_chunk
+from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.store.execute import read_plan
 from functional_ckpt.store.reading import Opened
@@ -117,10 +118,8 @@ class StoredArray:
 
     def _read(self, box: Box) -> Array:
         store = self._opened.store
-        for chunk in self.entry.grid.touched(box):
-            problem = check_chunk(store, self.entry, chunk)
-            if problem is not None:
-                raise problem
+        for problem in check_chunks(store, ((self.entry, chunk) for chunk in self.entry.grid.touched(box))):
+            raise problem
         try:
             values = np.empty(box.shape, numpy_dtype(self.dtype))
         except (MemoryError, ValueError) as error:
@@ -252,8 +251,8 @@ class Checkpoint(Mapping[str, StoredArray]):
         return state
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a committed checkpoint; reads its manifest only.
+def open_checkpoint(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Checkpoint:
+    """Open a committed checkpoint; reads its manifest only. `store` says how to reach an object store.
 
     On a file system its directory is kept open until the last reference to the result or its arrays is gone, so that a
     checkpoint which replaces it later is never read.
@@ -275,7 +274,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://no-such, ...
     """
-    return Checkpoint(Opened.at(path))
+    return Checkpoint(Opened.at(path, store))
 
 
 def _path(path: tuple[Any, ...] | None, key: str) -> tuple[Any, ...]:

@@ -51,7 +51,7 @@ def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, t
 
     def open_it() -> str:
         check_load(like, path, policy, tracker.report)
-        found.append(Opened.at(path))
+        found.append(Opened.at(path, policy.store))
         return found[0].digest
 
     try:

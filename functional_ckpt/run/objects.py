@@ -10,7 +10,7 @@ import numpy as np
 from functional_ckpt.errors import ObjectCodecError, raise_problems, report
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.chunk import check_chunk, check_digest, read_chunk
+from functional_ckpt.store.chunk import check_chunks, check_digest, read_chunk
 from functional_ckpt.store.encoding import Array, digest
 from functional_ckpt.store.values import decode_text
 
@@ -83,7 +83,7 @@ class ObjectReader:
 
     def _bytes(self, entry: ArrayEntry) -> Array:
         indices = list(entry.grid.touched(entry.spec.box))
-        raise_problems(problem for index in indices if (problem := check_chunk(self.store, entry, index)) is not None)
+        raise_problems(check_chunks(self.store, ((entry, index) for index in indices)))
         chunks = [read_chunk(self.store, entry.spec, entry.layout, index) for index in indices]
         for position, chunk in enumerate(chunks):
             check_digest(entry, position, digest(chunk))

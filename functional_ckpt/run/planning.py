@@ -116,7 +116,7 @@ class Planner:
         return attrs.evolve(plan, state=state), mine
 
     def _basis(self, mine: Captured, own: LocalState) -> Basis:
-        store, group = open_store(self.path), self.gather
+        store, group = open_store(self.path, access=self.policy.store), self.gather
         if group.size > 1 and not store.capabilities.shared:
             raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
         return Basis(

@@ -19,6 +19,7 @@ from functional_ckpt.plan.field import (
 )
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.spec.tree import has_prefix
+from functional_ckpt.store.access import StorePolicy
 
 __all__ = ["LoadPolicy", "SavePolicy", "Strict"]
 
@@ -42,6 +43,11 @@ Trust: TypeAlias = Literal["trust"]
 def _check_layout(policy: Any, field: Any, value: Any) -> None:
     if not isinstance(value, LayoutPolicy):
         raise refuse(policy, field.name, "a LayoutPolicy", value)
+
+
+def _check_store(policy: Any, field: Any, value: Any) -> None:
+    if not isinstance(value, StorePolicy):
+        raise refuse(policy, field.name, "a StorePolicy", value)
 
 
 @attrs.frozen(kw_only=True)
@@ -83,6 +89,8 @@ class SavePolicy:
         it afterwards. `save` waits always.
     timeout_s
         Longest wait for another rank, in seconds.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Raises
     ------
@@ -111,6 +119,7 @@ class SavePolicy:
     budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
     in_flight: InFlight = attrs.field(default="wait", validator=one_of(*get_args(InFlight)))
     timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
 
 @attrs.frozen
@@ -241,6 +250,8 @@ class LoadPolicy:
         chunk that several ranks want three times.
     timeout_s
         Longest wait for another rank, in seconds.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Examples
     --------
@@ -264,6 +275,7 @@ class LoadPolicy:
     read_once: bool = attrs.field(default=False, validator=flag)
     budget_nbytes: int = attrs.field(default=_GIB, converter=as_int, validator=whole(1))
     timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
     def selects(self, key: str) -> bool:
         """Tell whether the leaf `key` is to be loaded.

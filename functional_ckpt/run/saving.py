@@ -20,6 +20,7 @@ from functional_ckpt.errors import (
     CheckpointError,
     CheckpointErrors,
     CheckpointWarning,
+    OutcomeUnknownError,
     RankFailedError,
     SaveCancelledError,
     SpecError,
@@ -39,15 +40,13 @@ from functional_ckpt.run.planning import Plan, PlanMemory, Planner
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.timed import TimedStore
-from functional_ckpt.store.base import Store
+from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
-from functional_ckpt.store.chunk import check_chunk
-from functional_ckpt.store.claim import Claim
+from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
-from functional_ckpt.store.opening import open_store
 
 __all__ = [
     "Prepared",
@@ -77,7 +76,7 @@ class Prepared:
     plan: Plan
     buffers: tuple[Buffer, ...]
     site: Site
-    claim: Claim | None
+    claim: SaveClaim | None
     started: float
 
 
@@ -117,13 +116,13 @@ def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
 
 def _begin(
     path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, names: Sequence[str]
-) -> tuple[Site, Claim | None]:
+) -> tuple[Site, SaveClaim | None]:
     """Let rank 0 create the place to write to, and check that all ranks see it."""
-    begun: list[tuple[Site, Claim | None]] = []
+    begun: list[tuple[Site, SaveClaim | None]] = []
 
     def coordinate() -> Site | None:
         if gather.rank == 0:
-            begun.append(begin(path, policy.commit, overwrite, names, policy.durability, policy.foreign))
+            begun.append(begin(path, policy.commit, overwrite, names, policy.durability, policy.foreign, policy.store))
         return begun[0][0] if begun else None
 
     try:
@@ -186,8 +185,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     """Write this rank's part and collect the others' receipts; on failure the written files are removed."""
     gather, plan, mine = prepared.gather, prepared.plan, prepared.plan.mine
     with abandoning(prepared):
-        guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
-        opened = open_store(prepared.site.work_url, _sync_mode(prepared.policy.durability, mine, gather.rank), guard)
+        opened = prepared.site.store(_sync_mode(prepared.policy.durability, mine, gather.rank))
     store = cast("Store", TimedStore(opened, tracker))
     budget = prepared.policy.budget_nbytes
 
@@ -257,7 +255,10 @@ def _checked(written: Written, tracker: Tracker) -> Written:
         raise SaveCancelledError("the save was cancelled")
     # Each rank checks the files of its neighbour: no rank checks all files, and none only its own.
     # A process alone checks too: a sweep may have removed its files.
-    _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
+    receipts = [written.receipts[(gather.rank + 1) % gather.size]]
+    if not written.store.capabilities.sized:  # a listing has everything: it is asked for once
+        receipts = [] if gather.rank else list(written.receipts)
+    _check_presence(written.store, written.manifest, receipts)
     return attrs.evolve(written, checked_s=time.monotonic())
 
 
@@ -267,8 +268,11 @@ def _publish(written: Written) -> tuple[str, ...]:
     gather, claim, timeout_s = prepared.gather, prepared.claim, prepared.policy.timeout_s
     published: list[tuple[str, ...]] = []
 
+    def stands() -> bool:
+        return claim is None or claim.is_held()
+
     def confirm() -> None:
-        if claim is not None and not claim.is_held():
+        if not stands():
             raise StorageError(
                 "the claim of this save was removed while it ran, and perhaps its files too",
                 path=prepared.site.url, remedy="Save again; sweep only where its file locks are visible",
@@ -286,7 +290,7 @@ def _publish(written: Written) -> tuple[str, ...]:
             policy, site = prepared.policy, prepared.site
             published.append(
                 publish(site, written.store, written.manifest, provenance, policy.consolidate, confirm,
-                        policy.metadata_file)
+                        policy.metadata_file, stands)
             )  # fmt: skip
             unreleased = None if claim is None else claim.release()
             published[0] += () if unreleased is None else (unreleased,)
@@ -306,9 +310,17 @@ def abandoning(prepared: Prepared) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if prepared.gather.rank == 0:
+        if prepared.gather.rank == 0 and _is_any(error, OutcomeUnknownError):
+            if prepared.claim is not None:
+                prepared.claim.drop()
+        elif prepared.gather.rank == 0:
             add_notes(error, abandon(prepared.site, prepared.claim, prepared.gather.size > 1 and _is_broken(error)))
         raise
+
+
+def _is_any(error: BaseException, kind: type[CheckpointError]) -> bool:
+    """Tell whether an error, or one of a group, is of a kind."""
+    return any(isinstance(each, kind) for each in getattr(error, "exceptions", (error,)))
 
 
 def _is_broken(error: BaseException) -> bool:
@@ -328,11 +340,13 @@ def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> Chu
     return ChunkRows.joined(renumbered)
 
 
-def _check_presence(store: Store, manifest: Manifest, receipt: Receipt) -> None:
-    entries = [manifest.by_key[key] for key in receipt.keys]
-    rows = zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
-    found = (check_chunk(store, entries[array], entries[array].grid.index(chunk)) for array, chunk in rows)
-    raise_problems(problem for problem in found if problem is not None)
+def _check_presence(store: Store, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
+    rows = (
+        (manifest.by_key[receipt.keys[array]], chunk)
+        for receipt in receipts
+        for array, chunk in zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
+    )
+    raise_problems(check_chunks(store, ((entry, entry.grid.index(chunk)) for entry, chunk in rows)))
 
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:

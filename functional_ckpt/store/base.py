@@ -12,8 +12,10 @@ __all__ = [
     "BLOCK_NBYTES",
     "METADATA_NBYTES",
     "PAGE_NBYTES",
+    "UNSIZED",
     "Capabilities",
     "OnBlock",
+    "SaveClaim",
     "Store",
     "check_limit",
     "storage_error",
@@ -34,18 +36,52 @@ METADATA_NBYTES = 2**30
 #: The unit in which the operating system reads files.
 PAGE_NBYTES = 4096
 
+#: In place of a size: there is an object, and only reading tells how large it is.
+UNSIZED = -1
+
 
 @attrs.frozen
 class Capabilities:
     """The capabilities of a store.
 
     `shared_chunks`: part of an object can be updated atomically. `rename`: a finished directory can be renamed to its
-    final name in one step. `shared`: other processes see what this one writes.
+    final name in one step. `shared`: other processes see what this one writes. `sized`: the size of an object
+    is known at little cost; otherwise one listing tells which objects there are, and reading tells their sizes.
+    `lists`: objects can be listed. `in_flight`: how many requests at a time pay, 0 if the processor does the work.
     """
 
     shared_chunks: bool
     rename: bool
     shared: bool
+    sized: bool = True
+    lists: bool = True
+    in_flight: int = 0
+
+
+class SaveClaim(Protocol):
+    """Says that a live saver writes in a place, until `release`: nobody removes then what it names."""
+
+    @property
+    def label(self) -> str:
+        """Name of the claim in the store that is written to; empty where it is known in this process only."""
+
+    def name(self, nodes: Sequence[str], durable: bool = False) -> None:
+        """Say which nodes are going to be written."""
+
+    def set_aside(self) -> None:
+        """Say that the save was given up, and keep what it named: a late rank may still add to that."""
+
+    def is_held(self) -> bool:
+        """Tell whether the claim still stands."""
+
+    def release(self) -> str | None:
+        """Remove the claim; return what could not be done, in words."""
+
+    def release_after(self, error: BaseException) -> None:
+        """Remove the claim of a save that has failed; what could not be done is noted with the error."""
+
+    def drop(self) -> None:
+        """Let go of the claim, and leave what names the nodes."""
 
 
 class Store(Protocol):
@@ -82,7 +118,7 @@ class Store(Protocol):
         """
 
     def nbytes_of(self, name: str) -> int | None:
-        """Return the object's size in bytes, or None if there is none."""
+        """Return the object's size in bytes, or None if there is none; `UNSIZED` where only reading tells."""
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read the object's first ``len(into)`` bytes into `into`; `each` is called with its blocks in order."""
@@ -118,7 +154,7 @@ class Store(Protocol):
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects."""
+        """Delete objects, in no order."""
 
     def check_guard(self) -> None:
         """Raise `StorageError` if the save that writes here was abandoned, so that a late rank stops writing."""

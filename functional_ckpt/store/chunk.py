@@ -1,5 +1,7 @@
 """One chunk of an array: checking that it exists, reading it, its digest, and writing it."""
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import xxhash
 
@@ -8,7 +10,7 @@ from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store.base import BLOCK_NBYTES, Store
+from functional_ckpt.store.base import BLOCK_NBYTES, UNSIZED, Store
 from functional_ckpt.store.encoding import (
     Array,
     array_metadata,
@@ -24,6 +26,7 @@ from functional_ckpt.store.encoding import (
 __all__ = [
     "SMALL_CHUNK_NBYTES",
     "check_chunk",
+    "check_chunks",
     "check_digest",
     "chunk_digest",
     "create_chunk",
@@ -31,6 +34,7 @@ __all__ = [
     "encoded_limit",
     "located",
     "read_chunk",
+    "stored_nbytes",
     "update_chunk",
     "write_chunk",
     "write_header",
@@ -49,7 +53,35 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
         return located(error, spec, layout, index)
     raw = is_raw(layout)
     most = layout.chunk_nbytes if raw else encoded_limit(layout)
+    if found == UNSIZED:
+        return None
     return _bad_size(spec, layout, index, found) if found is None or found > most or (raw and found < most) else None
+
+
+def check_chunks(store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...]]]) -> Iterator[StorageError]:
+    """Yield a problem for each chunk that is missing, or has not its size where that costs little to know.
+
+    Else one listing tells what is there, and reading tells the rest.
+    """
+    if store.capabilities.sized:
+        found = (check_chunk(store, entry, index) for entry, index in wanted)
+        yield from (problem for problem in found if problem is not None)
+        return
+    chunks = list(wanted)
+    if not chunks or not store.capabilities.lists:
+        return
+    there = frozenset(store.names())
+    for entry, index in chunks:
+        if f"{node_name(entry.spec.key)}/{chunk_name(index)}" not in there:
+            yield _bad_size(entry.spec, entry.layout, index, None)
+
+
+def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:
+    """Return the size of a chunk's object, or None if there is none; an encoded one is read if nothing else tells."""
+    found = store.nbytes_of(name)
+    if found != UNSIZED:
+        return found
+    return layout.chunk_nbytes if is_raw(layout) else len(store.read(name, encoded_limit(layout)) or b"")
 
 
 def encoded_limit(layout: Layout) -> int:

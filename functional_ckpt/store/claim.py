@@ -20,7 +20,7 @@ from functional_ckpt.errors import AlreadyExistsError, StorageError
 from functional_ckpt.store.directories import sync_directory
 from functional_ckpt.store.machine import boot_id
 
-__all__ = ["ABANDONED", "Claim", "claimed_by", "claimed_nodes", "is_live_in_memory", "state_of"]
+__all__ = ["ABANDONED", "Claim", "claimed_by", "claimed_nodes", "is_live_in_memory", "save_id_of", "state_of"]
 
 #: Suffix of the claim of a save that was abandoned while other ranks might still be writing.
 ABANDONED = ".abandoned"
@@ -117,8 +117,15 @@ class Claim:
         claim.drop()
         return None
 
+    @property
+    def label(self) -> str:
+        """Name of the file; empty for a store in memory."""
+        return self.path.name if self.path is not None else ""
+
     def name(self, nodes: Sequence[str], durable: bool = False) -> None:
         """Record which nodes are going to be written; until then a sweep removes nothing beside the claim."""
+        if self._file is None:
+            return
         self._write({"nodes": list(nodes)})
         if durable and self.path is not None:
             os.fsync(self._file or 0)
@@ -246,10 +253,21 @@ def claimed_by(path: Path, save_id: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        return _parsed(_read(file)).get("save_id") == save_id
+        return save_id_of(_read(file)) == save_id
     finally:
         with suppress(OSError):
             os.close(file)
+
+
+def save_id_of(data: bytes) -> object:
+    """Return the save that a claim with content `data` is of; None if it is no claim.
+
+    Examples
+    --------
+    >>> save_id_of(b'{"save_id": "1f"}')
+    '1f'
+    """
+    return _parsed(data).get("save_id")
 
 
 def claimed_nodes(data: bytes) -> list[str] | None:

@@ -16,11 +16,21 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import AlreadyExistsError, CheckpointError, PathNotSharedError, PolicyError, add_notes
+from functional_ckpt.errors import (
+    AlreadyExistsError,
+    CheckpointError,
+    OutcomeUnknownError,
+    PathNotSharedError,
+    PolicyError,
+    StorageError,
+    add_notes,
+)
 from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
-from functional_ckpt.store.base import Store, storage_errors
+from functional_ckpt.store.access import StorePolicy
+from functional_ckpt.store.base import SaveClaim, Store, storage_errors
 from functional_ckpt.store.claim import Claim, claimed_by
+from functional_ckpt.store.claims import claims_in, has_claim, take_claim
 from functional_ckpt.store.directories import (
     check_exchange,
     identity_of,
@@ -30,7 +40,7 @@ from functional_ckpt.store.directories import (
 )
 from functional_ckpt.store.encoding import array_metadata, node_name, to_json
 from functional_ckpt.store.opening import local_path, open_store
-from functional_ckpt.store.sweep import dead_claims, leftover_names
+from functional_ckpt.store.sweep import leftover_names, remove_leftovers
 from functional_ckpt.store.target import (
     MANIFEST,
     METADATA_FILE,
@@ -68,7 +78,7 @@ class Site:
     """The place to which one save writes, and its final place; equal on all ranks.
 
     `url` is the final place, `work_url` the place written to (the same in marker mode). `replaceable` describes the
-    checkpoint that may be replaced, None if there is none.
+    checkpoint that may be replaced, None if there is none. `access` says how to reach an object store.
     """
 
     url: str
@@ -76,23 +86,31 @@ class Site:
     mode: str
     save_id: str
     replaceable: Replaceable | None = None
+    access: StorePolicy = attrs.field(factory=StorePolicy)
 
-    def claim_path(self) -> Path | None:
-        """Return the path of the claim file (none in memory)."""
-        if self.url.startswith("memory://"):
-            return None
+    def claim_path(self) -> Path:
+        """Return the path of the claim file in rename mode: beside the final place."""
         final = Path(self.url)
-        if self.mode == "marker":
-            return final / claim_name(self.save_id)
         return final.parent / claim_name(self.save_id, final.name)
+
+    def store(self, sync: str = "none") -> Store:
+        """Return the store to write to; in marker mode nothing is written there once the claim is gone."""
+        guarded = self.mode == "marker" and open_store(self.url).capabilities.shared
+        return open_store(self.work_url, sync, claim_name(self.save_id) if guarded else None, self.access)
 
 
 def begin(
-    url: str | Path, mode: str, overwrite: bool, names: Sequence[str], durability: str = "none", foreign: str = "refuse"
-) -> tuple[Site, Claim | None]:
+    url: str | Path,
+    mode: str,
+    overwrite: bool,
+    names: Sequence[str],
+    durability: str = "none",
+    foreign: str = "refuse",
+    access: StorePolicy = StorePolicy(),
+) -> tuple[Site, SaveClaim | None]:
     """Choose and create the place to write `names` to; called by the coordinator only.
 
-    `durability`, and what to do with files of others (`foreign`), are those of the policy.
+    `durability`, what to do with files of others (`foreign`), and `access` to an object store are those of the policy.
 
     Raises
     ------
@@ -103,13 +121,14 @@ def begin(
         two directories.
     """
     save_id = new_save_id()
-    store = open_store(url)
+    store = open_store(url, access=access)
     if mode == "auto":
         mode = "rename" if store.capabilities.rename else "marker"
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode == "marker":
-        return _begin_marker(store, overwrite, save_id, names, durability)
+        return _begin_marker(store, Site(store.url, store.url, "marker", save_id, access=access), overwrite, names,
+                             durability)  # fmt: skip
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
@@ -119,7 +138,7 @@ def begin(
     with storage_errors("creating the directory to save to", site.work_url):
         make_directories(final.parent, durability not in _NOT_EACH)
         _clear_beside(final)
-        claim = Claim.take(site.claim_path() or final, save_id)
+        claim = Claim.take(site.claim_path(), save_id)
     try:
         with storage_errors("creating the directory to save to", site.work_url):
             os.mkdir(site.work_url)
@@ -163,23 +182,23 @@ def seen_from(site: Site, url: str | Path, rank: int) -> Site:
     PathNotSharedError
         Unless this rank finds the claim of the coordinator there.
     """
-    if site.claim_path() is None:
-        return site
-    with storage_errors("looking for the directory that rank 0 has created", str(url)):
-        final, work = local_path(url), Path(site.work_url)
-        final = final.resolve() if final.is_symlink() else final
-        mine = attrs.evolve(
-            site, url=str(final), work_url=str(final if site.mode == "marker" else final.parent / work.name)
+    if site.mode == "marker":
+        store = open_store(url, access=site.access)
+        mine, found = attrs.evolve(site, url=store.url, work_url=store.url), has_claim(store, site.save_id)
+    else:
+        with storage_errors("looking for the directory that rank 0 has created", str(url)):
+            final = local_path(url)
+            final = final.resolve() if final.is_symlink() else final
+            mine = attrs.evolve(site, url=str(final), work_url=str(final.parent / Path(site.work_url).name))
+            found = claimed_by(mine.claim_path(), site.save_id) and is_directory(Path(mine.work_url))
+    if not found:
+        raise PathNotSharedError(
+            "this rank does not see the directory that rank 0 has created",
+            rank=rank,
+            path=mine.url,
+            expected=site.work_url,
+            remedy="Save to one path on a file system or object store that all ranks share",
         )
-        claim = mine.claim_path()
-        if claim is None or not (claimed_by(claim, site.save_id) and is_directory(Path(mine.work_url))):
-            raise PathNotSharedError(
-                "this rank does not see the directory that rank 0 has created",
-                rank=rank,
-                path=str(final),
-                expected=site.work_url,
-                remedy="Save to one path on a file system that all ranks share",
-            )
     return mine
 
 
@@ -191,13 +210,15 @@ def publish(
     consolidate: bool,
     confirm: Callable[[], None],
     metadata_file: bool = False,
+    stands: Callable[[], bool] = lambda: True,
 ) -> tuple[str, ...]:
     """Write manifest, provenance and root, in this order, and publish the checkpoint.
 
     With `metadata_file` there is one more file before these, for programs that look for a checkpoint of DCP.
 
     `confirm` is called right before the step that publishes the checkpoint; it may still raise. Failures after that
-    step cannot undo it; they are returned as text.
+    step cannot undo it; they are returned as text. In an object store the root is
+    removed again if the claim no longer `stands` then: a sweep has taken this save for dead, and removed chunks.
     """
     text = manifest.to_json()
     first = ((METADATA_FILE, METADATA_TEXT),) if metadata_file else ()
@@ -208,6 +229,9 @@ def publish(
     if site.mode == "marker":
         store.flush()
         confirm()
+        if not store.capabilities.sized:
+            _publish_object(store, root)
+            return _taken_back(store, stands)
         store.publish(ROOT, root)
         return synced(Path(site.url)) if durable else ()
     store.create(ROOT, [memoryview(root)], len(root))
@@ -216,7 +240,37 @@ def publish(
         return put_in_place(Path(site.work_url), Path(site.url), site.replaceable, durable, confirm)
 
 
-def abandon(site: Site, claim: Claim | None, late: bool = False) -> tuple[str, ...]:
+def _publish_object(store: Store, root: bytes) -> None:
+    """Write the root by one conditional request; where its answer is lost, look what became of it."""
+    try:
+        store.publish(ROOT, root)
+    except AlreadyExistsError:
+        raise
+    except StorageError as error:
+        with suppress(StorageError):
+            if store.read(ROOT) == root:
+                return
+        # The request may still be on its way: chunks are not removed under a root that comes.
+        raise OutcomeUnknownError(
+            "it is not known whether the checkpoint was published", path=f"{store.url}/{ROOT}", found=error.found,
+            remedy="Look at the path: it holds the whole checkpoint or none; what is left otherwise is for "
+            "functional_ckpt.sweep, or for the next save",
+        ) from error  # fmt: skip
+
+
+def _taken_back(store: Store, stands: Callable[[], bool]) -> tuple[str, ...]:
+    """Remove the root if the claim has gone meanwhile; return what could not be known, in words."""
+    try:
+        if stands():
+            return ()
+    except CheckpointError as error:
+        return (f"it could not be known whether its claim has held until then ({error}); verify it",)
+    store.delete([ROOT])
+    raise StorageError("the claim of this save was taken over while it published: it was taken for dead",
+                       path=store.url, remedy="Save again, with a longer StorePolicy(lease_s=...)")  # fmt: skip
+
+
+def abandon(site: Site, claim: SaveClaim | None, late: bool = False) -> tuple[str, ...]:
     """Remove the files of a failed save, and return as text what could not be removed; this never raises.
 
     `late`: other ranks may still be writing.
@@ -235,14 +289,14 @@ def abandon(site: Site, claim: Claim | None, late: bool = False) -> tuple[str, .
     return (*problems, *([problem] if problem else []))
 
 
-def _remove_in_place(site: Site, claim: Claim | None, late: bool) -> None:
+def _remove_in_place(site: Site, claim: SaveClaim | None, late: bool) -> None:
     """Remove the files of a failed save in marker mode.
 
     If it is `late`, the claim is left under another name: by it the next save, or a sweep, recognises the files that
     other ranks still write.
     """
-    store = open_store(site.url)
-    name = claim.path.name if claim is not None and claim.path is not None else ""
+    store = open_store(site.url, access=site.access)
+    name = claim.label if claim is not None else ""
     names = leftover_names(store, {name})
     if late and claim is not None:
         claim.set_aside()
@@ -250,48 +304,42 @@ def _remove_in_place(site: Site, claim: Claim | None, late: bool) -> None:
 
 
 def _begin_marker(
-    store: Store, overwrite: bool, save_id: str, nodes: Sequence[str], durability: str
-) -> tuple[Site, Claim | None]:
+    store: Store, site: Site, overwrite: bool, nodes: Sequence[str], durability: str
+) -> tuple[Site, SaveClaim]:
     if store.nbytes_of(ROOT) is not None:
         raise AlreadyExistsError(
-            "the path holds a committed checkpoint or Zarr group",
-            path=store.url,
-            remedy="Save under a new path: commit='marker' never overwrites" if overwrite else "Save under a new path",
-        )
-    site = Site(store.url, store.url, "marker", save_id)
-    path = site.claim_path()
+            "the path holds a committed checkpoint or Zarr group", path=store.url,
+            remedy="Save to a new path, such as one for each step" + (
+                ": a checkpoint that is committed in place is never overwritten" if overwrite else ""
+            ),
+        )  # fmt: skip
     with storage_errors("creating the directory to save to", site.url):
-        if path is not None:
-            make_directories(path.parent, durability not in _NOT_EACH)
-        claim = Claim.take_in_memory(site.url) if path is None else Claim.take(path, save_id)
+        claim = take_claim(store, site.save_id, durability not in _NOT_EACH)
     try:
         with storage_errors("creating the directory to save to", site.url):
-            _clear_in_place(store, path)
+            _clear_in_place(store, claim.label)
             _check_names(store, nodes)
-            if path is not None:
-                # Only now: files under these names are of this save. It names one at least, even without any array.
-                claim.name([*nodes, MANIFEST], durability != "none")
+            # Only now: files under these names are of this save. It names one at least, even without any array.
+            claim.name([*nodes, MANIFEST], durability != "none")
     except BaseException as error:
         claim.release_after(error)
         raise
     return site, claim
 
 
-def _clear_in_place(store: Store, mine: Path | None) -> None:
+def _clear_in_place(store: Store, mine: str) -> None:
     """Remove the leftovers of dead saves; raise if a live one is writing."""
-    if mine is None:
-        store.delete(leftover_names(store, ()))
-        return
     # Other claims are listed after ours is taken: of two saves that begin at once, at least one sees the other.
-    with dead_claims(mine.parent, mine.name) as (dead, live):
+    with claims_in(store, mine) as (dead, live):
         if live:
             raise AlreadyExistsError(
                 "another save to this path is running, or is being swept",
-                path=str(mine.parent),
+                path=store.url,
                 found=live[0],
                 remedy="Save under a new path; if that save ran on another machine and is dead, delete its claim",
             )
-        store.delete(leftover_names(store, dead))
+        if dead or store.capabilities.sized:  # otherwise only a claim tells of leftovers, and a listing is expensive
+            remove_leftovers(store, dead)
 
 
 def _check_names(store: Store, nodes: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
     SMALL_CHUNK_NBYTES,
-    check_chunk,
+    check_chunks,
     check_digest,
     chunk_digest,
     decoding_nbytes,
@@ -80,7 +80,11 @@ def write_plan(
     direct: list[Digest] = []
     work = _direct_work(plan, buffers, store)
     try:
-        direct = [d for found in run_all(work, budget_nbytes, on_bytes) for d in cast("list[Digest]", found or ())]
+        direct = [
+            d
+            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+            for d in cast("list[Digest]", found or ())
+        ]
     except Exception as error:
         failure = error
     exchange = exchange or LocalExchange()
@@ -102,8 +106,8 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys = tuple(array.spec.key for array in plan.arrays)
-    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes))), 0, Traffic())
+    keys, in_flight = tuple(array.spec.key for array in plan.arrays), store.capabilities.in_flight
+    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, in_flight))), 0, Traffic())
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -183,8 +187,7 @@ def check_needed(plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store
         entry = entries[read.key]
         for index in entry.grid.touched(read.box):
             needed[entry.spec.key, index] = entry
-    problems = (check_chunk(store, entry, index) for (_, index), entry in needed.items())
-    return [problem for problem in problems if problem is not None]
+    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items())))
 
 
 def read_plan(
@@ -209,7 +212,7 @@ def read_plan(
     work: list[Work] = []
     for read in plan.reads:
         work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
-    run_all(work, budget_nbytes, on_bytes)
+    run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
 
 
 @attrs.frozen

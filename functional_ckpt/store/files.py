@@ -77,7 +77,7 @@ class FileStore:
 
     root: Path
     sync: str = "none"
-    guard: Path | None = None
+    guard: str | None = None
     _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True if names in them are not synced yet.
@@ -134,12 +134,12 @@ class FileStore:
         """Raise `StorageError` if the save that writes here was abandoned, so that a late rank stops writing."""
         if self.guard is None:
             return
-        with storage_errors("looking at the claim", str(self.guard)):
+        with storage_errors("looking at the claim", self.guard):
             try:
-                os.lstat(self.guard)
+                os.lstat(self._prefix + self.guard)
             except FileNotFoundError:
                 what = "the save was abandoned or swept while this rank was writing"
-                expected = f"the claim {self.guard.name}"
+                expected = f"the claim {self.guard}"
                 remedy = "Save again under a new path"
                 raise StorageError(what, path=self.url, expected=expected, found="none", remedy=remedy) from None
 

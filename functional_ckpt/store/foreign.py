@@ -88,7 +88,7 @@ def _without_root(store: Store) -> NotACheckpointError:
     file = _format_of_file(store)
     if file is not None:
         return NotACheckpointError("a file is not a checkpoint", path=store.url, found=file.name, remedy=file.remedy)
-    names = list(islice(store.names(), _MAX_NAMES))
+    names = list(islice(store.names(), _MAX_NAMES)) if store.capabilities.lists else []
     # A claim shows that a save was killed here, whatever other files there are.
     begun = any(is_claim_name(name) or name == f"zarr.json{NEW}" for name in names)
     foreign = None if begun else _format_of_directory(store, names)

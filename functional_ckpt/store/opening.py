@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from functional_ckpt.errors import NotImplementedYet, PolicyError
 from functional_ckpt.plan.field import refuse
+from functional_ckpt.store.access import SCHEMES, Place, StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.files import FileStore
 
@@ -16,11 +17,16 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)  # a scheme of
 _BROKEN_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)(.+)", re.DOTALL)
 
 
-def open_store(url: str | os.PathLike[str], sync: str = "none", guard: Path | None = None) -> Store:
-    """Return the store at a path, ``file://`` or ``memory://`` URL; nothing is created.
+def open_store(
+    url: str | os.PathLike[str],
+    sync: str = "none",
+    guard: str | None = None,
+    access: StorePolicy = StorePolicy(),
+) -> Store:
+    """Return the store at a path or URL; nothing is created, and no server is asked.
 
-    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"``; writing fails once the file `guard` is gone (both for file
-    systems only).
+    `sync` is ``"none"``, ``"fsync"`` or ``"syncfs"`` (for file systems only); writing fails once the claim `guard` is
+    gone. `access` says how to reach an object store.
 
     Raises
     ------
@@ -40,11 +46,16 @@ def open_store(url: str | os.PathLike[str], sync: str = "none", guard: Path | No
         from functional_ckpt.store.zarr import MemoryStore
 
         return MemoryStore(rest.strip("/"))
+    if scheme in SCHEMES:
+        place = Place.of(scheme, rest)
+        from functional_ckpt.store.objects import ObjectStore
+
+        return ObjectStore(place, access, guard)
     if scheme != "file":
         raise NotImplementedYet(
             "this version has no store for this URL",
             found=f"{scheme}://{rest}",
-            expected="a path, file:// or memory://",
+            expected="a path, file://, memory://, " + ", ".join(f"{known}://" for known in SCHEMES),
         )
     return FileStore(local_path(url), sync, guard)
 

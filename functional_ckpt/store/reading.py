@@ -18,6 +18,7 @@ from functional_ckpt.errors import (
     changed,
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
@@ -32,7 +33,7 @@ __all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify
 _BUDGET_NBYTES = 2**30
 
 
-def read_manifest(path: str | Path) -> Manifest:
+def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked against the digest in its root.
 
     Parameters
@@ -54,7 +55,7 @@ def read_manifest(path: str | Path) -> Manifest:
     ...
     functional_ckpt.errors.NotACheckpointError: no checkpoint here: path memory://nothing, ...
     """
-    return Opened.at(path).manifest
+    return Opened.at(path, store).manifest
 
 
 @attrs.frozen(eq=False)
@@ -79,7 +80,7 @@ class Opened:
     _stamp: object
 
     @classmethod
-    def at(cls, path: str | Path, attempts: int = 10) -> "Opened":
+    def at(cls, path: str | Path, access: StorePolicy = StorePolicy(), attempts: int = 10) -> "Opened":
         """Open the checkpoint at `path`; if another replaces it meanwhile, open that one.
 
         Raises
@@ -87,13 +88,13 @@ class Opened:
         NotACheckpointError, CorruptionError
             See `read_manifest`.
         """
-        store = open_store(path).pinned()
+        store = open_store(path, access=access).pinned()
         try:
             return cls._of(store)
         except StorageError:
             if store.is_current() or attempts == 1:
                 raise
-        return cls.at(path, attempts - 1)
+        return cls.at(path, access, attempts - 1)
 
     @classmethod
     def _of(cls, store: Store) -> "Opened":
@@ -205,7 +206,9 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
+def verify(
+    path: str | Path, on_bytes: Callable[[int], None] | None = None, *, store: StorePolicy = StorePolicy()
+) -> VerifyReport:
     """Read every chunk and compare it with its digest, and root and every array's metadata with the manifest.
 
     Problems of root and arrays are returned, not raised.
@@ -224,10 +227,10 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     ReplacedError
         If the checkpoint was replaced meanwhile.
     """
-    opened = Opened.at(path)
-    store, manifest = opened.store, opened.manifest
-    work = [Work(0, lambda: _root_problem(store, manifest), 0)]
-    work += [w for entry in manifest.arrays for w in _checks(store, entry)]
+    opened = Opened.at(path, store)
+    found_in, manifest = opened.store, opened.manifest
+    work = [Work(0, lambda: _root_problem(found_in, manifest), 0)]
+    work += [w for entry in manifest.arrays for w in _checks(found_in, entry)]
     done: list[int] = []
 
     def count(nbytes: int) -> None:
@@ -238,8 +241,8 @@ def verify(path: str | Path, on_bytes: Callable[[int], None] | None = None) -> V
     def now() -> Count:
         return Count("read", sum(done), manifest.nbytes)
 
-    with displayed(f"verifying {store.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
-        found = run_all(work, _BUDGET_NBYTES, count)
+    with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
+        found = run_all(work, _BUDGET_NBYTES, count, found_in.capabilities.in_flight)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()

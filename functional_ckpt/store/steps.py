@@ -16,13 +16,14 @@ from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, Poli
 from functional_ckpt.plan.manifest import FORMAT
 from functional_ckpt.plan.retention import STEP, StepInfo, metrics_of
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.commit import PROVENANCE, ROOT
+from functional_ckpt.store.claim import ABANDONED
+from functional_ckpt.store.commit import MANIFEST, PROVENANCE, ROOT
 from functional_ckpt.store.directories import remove_tree, sync_directory
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.reading import root_attributes
 from functional_ckpt.store.sweep import sweep
 from functional_ckpt.store.target import foreign_in
-from functional_ckpt.store.temporary import new_save_id, working_name
+from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
 
 __all__ = [
     "PIN",
@@ -257,9 +258,14 @@ def _remove(root: str | os.PathLike[str], name: str) -> None:
 
 
 def _remove_objects(store: Store) -> None:
-    """Remove the objects of a checkpoint; the root first, so that after a kill the rest is not a checkpoint."""
+    """Remove the objects of a checkpoint, its root first: what a kill leaves is named for a sweep."""
+    names, save_id = sorted(store.names()), new_save_id()
+    nodes = sorted({name.partition("/")[0] for name in names if "/" in name})
+    sign = claim_name(save_id) + ABANDONED
+    store.publish(sign, json.dumps({"save_id": save_id, "nodes": [*nodes, MANIFEST]}).encode() + b"\n")
     store.delete([ROOT])
-    store.delete(sorted(store.names()))
+    store.delete([name for name in names if name != ROOT])
+    store.delete([sign])
 
 
 def _check_ours(final: Path) -> None:

@@ -1,22 +1,21 @@
 """`sweep`: remove the leftovers of dead saves, never files of live saves or of committed checkpoints."""
 
-import os
 import re
-import stat
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 from functional_ckpt.errors import CheckpointWarning, StorageError
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.claim import Claim, claimed_nodes, is_live_in_memory, state_of
+from functional_ckpt.store.claim import claimed_nodes, state_of
+from functional_ckpt.store.claims import claims_in, listed, may_be_ours
 from functional_ckpt.store.directories import remove_tree
 from functional_ckpt.store.files import NEW
-from functional_ckpt.store.opening import local_path, open_store
+from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.temporary import is_claim_name, part_of
 
-__all__ = ["dead_claims", "is_node_file", "leftover_names", "sweep"]
+__all__ = ["is_node_file", "leftover_names", "remove_leftovers", "sweep"]
 
 # The beginnings of files of functional_ckpt: other programs have files of these names too.
 _BEGINNINGS = {
@@ -30,17 +29,20 @@ _NODE_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__lock)?")
 _UNREADABLE = b"?"
 
 
-def sweep(path: str | Path) -> tuple[str, ...]:
+def sweep(path: str | Path, *, store: StorePolicy = StorePolicy()) -> tuple[str, ...]:
     """Remove leftovers of dead saves in a directory, and return what was removed, sorted.
 
     In the parent directory of checkpoints, leftovers are the unpublished directories of saves that were killed; in a
     directory that a save in ``marker`` mode left without a root, its arrays. Committed checkpoints, live saves and
-    foreign files stay.
+    foreign files stay. In an object store it looks at everything below the path. Whether a saver is alive it knows at
+    once, or after waiting as long as the saver's lease (`StorePolicy.lease_s`): this may take a minute.
 
     Parameters
     ----------
     path
         The directory that holds the checkpoints, or one that a save in ``marker`` mode wrote into.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Warns
     -----
@@ -53,10 +55,9 @@ def sweep(path: str | Path) -> tuple[str, ...]:
     >>> sweep(tempfile.mkdtemp())
     ()
     """
-    if str(path).startswith("memory://"):
-        store = open_store(path)
-        return () if is_live_in_memory(store.url) else _sweep_in_place(store)
-    root = local_path(path)
+    root = directory_of(path)
+    if root is None:
+        return tuple(sorted(_sweep_below(path, store)))
     with storage_errors("sweeping", str(root)):
         removed, doubtful = _sweep_directory(root)
     for claim in dict.fromkeys(doubtful):
@@ -73,9 +74,9 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
     """Return what was removed, and the claims whose state only another machine can tell."""
     removed: list[str] = []
     doubtful: list[Path] = []
-    for name in _listed(root):
+    for name in listed(root):
         claim_name = part_of(name)
-        if claim_name is None or not _may_be_ours(root / name):
+        if claim_name is None or not may_be_ours(root / name):
             continue
         claim = root / claim_name
         # Beside its claim also the file of a claim that is being created.
@@ -85,47 +86,24 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
             removed.append(str(root / name))
         elif "foreign" in states:
             doubtful.append(claim)
-    with dead_claims(root) as (dead, live):
-        if not live and (dead or f"zarr.json{NEW}" in _listed(root)):
+    with claims_in(open_store(root)) as (dead, live):
+        if not live and (dead or f"zarr.json{NEW}" in listed(root)):
             removed += _sweep_in_place(open_store(root), dead)
     return removed, doubtful + [root / name for name in live if state_of(root / name) == "foreign"]
 
 
-def _listed(root: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(root))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-@contextmanager
-def dead_claims(root: Path, but: str | None = None) -> Iterator[tuple[list[str], list[str]]]:
-    """Hold the claims of dead saves in a directory, so that no other process sweeps them; also name the live ones.
-
-    A claim that is being created counts as neither: its process will find ours.
-    """
-    dead: list[str] = []
-    live: list[str] = []
-    with ExitStack() as held:
-        for name in _listed(root):
-            if not is_claim_name(name) or name == but or not _may_be_ours(root / name):
-                continue
-            claim = Claim.adopt(root / name)
-            if claim is not None:
-                held.callback(claim.drop)
-                dead.append(name)
-            elif not name.endswith(NEW) and (root / name).exists():
-                live.append(name)
-        yield dead, live
-
-
-def _may_be_ours(item: Path) -> bool:
-    """Tell whether this is a plain file, or a directory if a save creates one of this name: never a link or a pipe."""
-    try:
-        mode = item.lstat().st_mode
-    except FileNotFoundError:
-        return False
-    return stat.S_ISDIR(mode) if item.name.endswith(".saving") else stat.S_ISREG(mode)
+def _sweep_below(path: str | Path, policy: StorePolicy) -> list[str]:
+    """Remove the leftovers in a place, and in those below it that hold a claim."""
+    whole = open_store(path, access=policy)
+    claims = [name for name in whole.names() if is_claim_name(name.rpartition("/")[2])]
+    places = sorted({"", *(name.rpartition("/")[0] for name in claims)})
+    removed: list[str] = []
+    for below in places if whole.capabilities.shared else [""]:
+        store = open_store(f"{whole.url}/{below}".rstrip("/"), access=policy)
+        with claims_in(store) as (dead, live):
+            if not live and (dead or not whole.capabilities.shared):
+                removed += _sweep_in_place(store, dead)
+    return removed
 
 
 def _remove_file(path: Path) -> None:
@@ -133,9 +111,16 @@ def _remove_file(path: Path) -> None:
 
 
 def _sweep_in_place(store: Store, dead: Collection[str] = ()) -> tuple[str, ...]:
+    return tuple(f"{store.url}/{name}" for name in remove_leftovers(store, dead))
+
+
+def remove_leftovers(store: Store, dead: Collection[str]) -> list[str]:
+    """Delete what `leftover_names` names, and return it: claims last, so that it is known what a killed one leaves."""
     names = leftover_names(store, dead)
-    store.delete(names)
-    return tuple(f"{store.url}/{name}" for name in names)
+    signs = [name for name in names if is_claim_name(name)]
+    store.delete([name for name in names if name not in signs])
+    store.delete(signs)
+    return names
 
 
 def is_node_file(name: str) -> bool:

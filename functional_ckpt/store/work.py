@@ -1,10 +1,10 @@
 """Run many small and few large tasks on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
-from threading import Thread
+from threading import Condition, Thread
 
 import attrs
 
@@ -29,11 +29,40 @@ def thread_count() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], None] | None = None) -> list[object]:
-    """Run all `work` and return the results in order; after the first failure no other task begins.
+class _Budget:
+    """Bytes that pieces hold at a time; a piece that is larger than all of it goes alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = self._all = nbytes
+        self._changed = Condition()
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room."""
+        nbytes = min(nbytes, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify_all()
+
+
+def run_all(
+    work: Iterable[Work],
+    budget_nbytes: int,
+    on_bytes: Callable[[int], None] | None = None,
+    in_flight: int = 0,
+) -> list[object]:
+    """Run all `work` and return the results in order; after the first failure nothing more begins.
 
     Large tasks run on threads, one at a time each; there are only so many threads that the largest task on each fits
-    into `budget_nbytes`. This thread runs the small tasks and then helps.
+    into `budget_nbytes`. This thread runs the small tasks and then helps. If each task waits for a server,
+    `in_flight` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
+    three times, since requests are copied on their way.
 
     Examples
     --------
@@ -43,32 +72,49 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
     pieces = list(work)
     results: list[object] = [None] * len(pieces)
     failures: list[BaseException] = []
-    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES]
-    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES]
-    largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
+    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES and not in_flight]
+    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES or in_flight]
+    budget = _Budget(budget_nbytes)
 
     def drain(order: Iterable[int]) -> None:
         try:
             for i in order:
                 if failures:
                     return
-                results[i] = pieces[i].call()
+                piece = pieces[i]
+                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if in_flight else nullcontext():
+                    results[i] = piece.call()
                 if on_bytes is not None:
-                    on_bytes(pieces[i].nbytes)
+                    on_bytes(piece.nbytes)
         except BaseException as error:
             failures.append(error)
 
-    # All threads share one iterator of the large tasks: taking its next item is atomic.
-    todo = iter(large)
-    count = min(thread_count(), len(large), max(1, budget_nbytes // largest))
-    helpers = [Thread(target=drain, args=(todo,)) for _ in range(count - 1)]
+    largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
+    count = in_flight or min(thread_count(), max(1, budget_nbytes // largest))
+    _run_on_threads(drain, small, large, count, failures)
+    if failures:
+        raise failures[0]
+    return results
+
+
+def _run_on_threads(
+    drain: Callable[[Iterable[int]], None],
+    mine: list[int],
+    all_of: list[int],
+    count: int,
+    failures: list[BaseException],
+) -> None:
+    """Let this thread do what is `mine`, and up to `count` threads, this one at last, what is for all of them."""
+    # All threads share one iterator of these tasks: taking its next item is atomic.
+    todo = iter(all_of)
+    helpers = [Thread(target=drain, args=(todo,)) for _ in range(min(count, len(all_of)) - 1)]
     started: list[Thread] = []
     try:
         with suppress(RuntimeError):  # too many threads, or the interpreter is shutting down: go on with fewer
             for helper in helpers:
                 helper.start()
                 started.append(helper)
-        drain(chain(small, todo))
+        drain(chain(mine, todo))
         for helper in started:
             helper.join()
     except BaseException as error:  # an interrupt: no thread may use the caller's memory after this returns
@@ -76,6 +122,3 @@ def run_all(work: Iterable[Work], budget_nbytes: int, on_bytes: Callable[[int], 
         for helper in started:
             helper.join()
         raise
-    if failures:
-        raise failures[0]
-    return results

@@ -17,7 +17,7 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock, Store, check_limit, storage_errors
 from functional_ckpt.store.encoding import Array, array_metadata, chunk_name, node_name, numpy_dtype
 
-__all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "write_box"]
+__all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "refuse_forked", "write_box"]
 
 
 _NO_LIMIT = 2**63
@@ -27,7 +27,7 @@ _NO_LIMIT = 2**63
 _PROCESS = os.getpid()
 
 
-def _refuse_forked() -> None:
+def refuse_forked() -> None:
     """Raise in a forked process, which TensorStore would abort."""
     if os.getpid() != _PROCESS:
         raise StorageError(
@@ -165,7 +165,7 @@ class MemoryStore:
         return {"driver": "memory", "path": f"{self.prefix}/{prefix}"}
 
     def _kv(self) -> ts.KvStore:
-        _refuse_forked()
+        refuse_forked()
         return ts.KvStore.open(self.kvstore(""), context=_context(True)).result()
 
 
@@ -206,8 +206,7 @@ def encode_chunk(spec: ArraySpec, layout: Layout, box: Box, values: Array) -> by
     >>> encode_chunk(spec, layout, Box((2,), (3,)), np.array([7], "i1"))[:2].hex()
     '0700'
     """
-    _refuse_forked()
-    _refuse_forked()
+    refuse_forked()
     kvstore, context = {"driver": "memory", "path": "chunk/"}, ts.Context()
     write_box(_opened(kvstore, context, spec, layout), spec.key, box, values, layout)
     index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
@@ -229,7 +228,7 @@ def decode_chunk(data: bytes, spec: ArraySpec, layout: Layout, index: tuple[int,
     CorruptionError
         If the codecs cannot decode them.
     """
-    _refuse_forked()
+    refuse_forked()
     context = ts.Context()  # a separate memory store, which ends with the context
     box = ChunkGrid(spec.shape, layout.chunk).box(index)
     memory = {"driver": "memory"}

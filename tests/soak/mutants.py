@@ -39,6 +39,61 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "an object of a store is written without a condition", "store/objects.py",
+        "kv().write(name, data, if_equal=_MISSING)", "kv().write(name, data)",
+        ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
+    ),
+    Mutant(
+        "a server is not asked whether it heeds conditions", "store/lease.py",
+        "            if not store.alone:", "            if store is None:",
+        ("tests/stores/test_savers.py", "-k", "ignores_conditions"),
+    ),
+    Mutant(
+        "a root stays though its claim was taken over", "store/commit.py",
+        "        if stands():", "        if stands() or store:",
+        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
+    ),
+    Mutant(
+        "a claim in an object store is not renewed", "store/lease.py",
+        "self._stop.wait(self._store.lease_s / 3)", "self._stop.wait(3600)",
+        ("tests/stores/test_savers.py", "-k", "live_save"),
+    ),
+    Mutant(
+        "a root that is on its way is not waited for", "store/lease.py",
+        "    if content.get(_PUBLISHING):", "    if not content:",
+        ("tests/stores/test_savers.py", "-k", "on_its_way"),
+    ),
+    Mutant(
+        "claims are deleted with what they name", "store/sweep.py",
+        "store.delete([name for name in names if name not in signs])", "store.delete(names)",
+        ("tests/stores/test_savers.py", "-k", "half_way"),
+    ),
+    Mutant(
+        "a request that was repeated is taken for another's object, or the reverse", "store/objects.py",
+        "        if found != data:", "        if not found:",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "chunks are removed under a root that may come", "run/saving.py",
+        "_is_any(error, OutcomeUnknownError)", "_is_any(error, SaveCancelledError)",
+        ("tests/stores/test_faults.py", "-k", "too_late"),
+    ),
+    Mutant(
+        "what a slow saver leaves is not named", "store/lease.py",
+        "        store.publish(name + ABANDONED, taken)", "        del taken",
+        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
+    ),
+    Mutant(
+        "a rank writes on though its save was given up", "store/objects.py",
+        "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
+        ("tests/stores/test_savers.py", "-k", "given_up"),
+    ),
+    Mutant(
+        "requests of a store hold more than the budget", "store/work.py",
+        "self._changed.wait_for(lambda: self._free >= nbytes)", "self._free += 0",
+        ("tests/stores/test_work.py",),
+    ),
+    Mutant(
         "files are not synced", "store/files.py",
         "                if synced:", "                if synced and not name:", ("tests/test_power_cuts.py",),
     ),
@@ -114,7 +169,7 @@ MUTANTS = (
     ),
     Mutant(
         "a save publishes without its claim", "run/saving.py",
-        "claim is not None and not claim.is_held()", "False", ("tests/test_publishing.py",),
+        "        if not stands():", "        if stands is None:", ("tests/test_publishing.py",),
     ),
     Mutant(
         "rank 0 counts from when it goes on", "run/saving.py",
@@ -165,7 +220,7 @@ MUTANTS = (
     ),
     Mutant(
         "a sweep cleans up beside a live save", "store/sweep.py",
-        "        if not live and (dead", "        if (dead", ("tests/test_sweeps.py",),
+        'if not live and (dead or f"', 'if (dead or f"', ("tests/test_sweeps.py",),
     ),
     Mutant(
         "a failed rank sends nothing", "store/exchange.py",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from functional_ckpt.errors import SpecError
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
-from functional_ckpt.store.opening import local_path
+from functional_ckpt.store.opening import directory_of, local_path
 from functional_ckpt.store.target import METADATA_FILE, ROOT, is_of_dcp
 from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, StorageReader, StorageWriter
 from functional_ckpt.torch.dcp.planner import check_unused
@@ -168,9 +168,9 @@ def _with_writer(writer: type[StorageWriter], before: Any) -> Any:
 
 def _holds_dcps(path: str | Path) -> bool:
     """Tell whether the checkpoint at a path is one of DCP, with metadata in one file or in one per rank."""
-    if str(path).startswith("memory://"):
+    root = directory_of(path)
+    if root is None:
         return False
-    root = local_path(path)
     return is_of_dcp(root / METADATA_FILE) or ((root / "__0.metadata").is_file() and not (root / ROOT).exists())
 
 

@@ -13,6 +13,7 @@ from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.store.access import SCHEMES
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.execute import check_needed, read_plan
 from functional_ckpt.store.reading import Opened
@@ -96,12 +97,12 @@ class ZarrStorageReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest as DCP plans with it: one chunk per tensor."""
-        self._opened = Opened.at(self.path)
+        self._opened = Opened.at(self.path, self.policy.store)
         return stored_metadata(self._opened.manifest, self.checkpoint_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Open the checkpoint, unless `read_metadata` has."""
-        self._opened = self._opened or Opened.at(self.path)
+        self._opened = self._opened or Opened.at(self.path, self.policy.store)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -113,7 +114,7 @@ class ZarrStorageReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once into their places."""
-        opened, self._opened = self._opened or Opened.at(self.path), None
+        opened, self._opened = self._opened or Opened.at(self.path, self.policy.store), None
         with closing(opened):
             self._read(opened, plan, planner)
         return done(None)
@@ -217,11 +218,11 @@ def has_store(checkpoint_id: Any) -> bool:
 
     Examples
     --------
-    >>> has_store("/tmp/a"), has_store("s3://bucket/a")
-    (True, False)
+    >>> has_store("/tmp/a"), has_store("s3://bucket/a"), has_store("hdfs://host/a")
+    (True, True, False)
     """
     text = str(checkpoint_id)
-    return text.partition("://")[0] in ("file", "memory") if "://" in text else bool(text)
+    return text.partition("://")[0] in ("file", "memory", *SCHEMES) if "://" in text else bool(text)
 
 
 def _uncovered(items: list[ReadItem], planner: Any) -> list[ProblemError]:

@@ -15,7 +15,7 @@ import xxhash
 from functional_ckpt.errors import CorruptionError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.run.policy import Commit
-from functional_ckpt.store.base import Store, storage_errors
+from functional_ckpt.store.base import UNSIZED, Store, storage_errors
 from functional_ckpt.store.claim import Claim
 from functional_ckpt.store.commit import MANIFEST, ROOT
 from functional_ckpt.store.directories import check_exchange, remove_tree, sync_directory, why_fixed
@@ -232,6 +232,6 @@ def _digests(checkpoint_dir: str | Path) -> dict[str, str]:
         nbytes = store.nbytes_of(name)
         if nbytes is not None:
             digest = xxhash.xxh3_128()
-            store.scan(name, nbytes, digest.update)
+            store.scan(name, nbytes, digest.update) if nbytes != UNSIZED else digest.update(store.read(name) or b"")
             found[name] = digest.hexdigest()
     return found

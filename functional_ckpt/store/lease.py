@@ -1,0 +1,267 @@
+"""`Lease`: the claim of a save in an object store, where nothing drops a lock for a process that has died.
+
+The claim is an object that its saver writes anew every third of the lease, each time on the condition that it is still
+the one that it wrote last. Who wants to know whether the saver lives watches the object for as long as the lease:
+clocks of two machines are never compared. One that does not change is taken over by a conditional write, after which
+its saver, should it wake up, can neither renew it nor publish.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from functional_ckpt.errors import AlreadyExistsError, CheckpointError, StorageError, add_notes
+from functional_ckpt.store.base import Store
+from functional_ckpt.store.claim import ABANDONED
+from functional_ckpt.store.machine import boot_id
+from functional_ckpt.store.temporary import claim_name, is_claim_name
+
+__all__ = ["Lease", "LeasedStore", "expired", "is_taken"]
+
+#: In the claim of a saver that is about to write its root.
+_PUBLISHING = "publishing"
+#: In a claim that a sweep has taken over.
+_TAKEN = "taken"
+#: Longer leases of others are not waited for.
+_LONGEST_S = 600.0
+
+
+class LeasedStore(Store, Protocol):
+    """A store whose claims are leases: it can write over an object on a condition."""
+
+    @property
+    def lease_s(self) -> float:
+        """How long a claim counts that is not renewed."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether the caller says that nobody else saves or sweeps here meanwhile."""
+
+    def replace(self, name: str, data: bytes, stamp: object) -> object:
+        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now."""
+
+
+class Lease:
+    """A claim held by this process, and renewed by a thread, until `release`."""
+
+    def __init__(self, store: LeasedStore, label: str, content: dict[str, Any]) -> None:
+        self._store, self._label, self._content = store, label, content
+        self._beat = 0
+        self._stamp: object = None
+        self._lost = self._dropped = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def take(cls, store: LeasedStore, save_id: str) -> "Lease":
+        """Create the claim, and find out by it whether the server heeds the condition of a write.
+
+        Raises
+        ------
+        StorageError
+            If it does not, and the caller does not say that he is alone.
+        """
+        lease = cls(store, claim_name(save_id), {"save_id": save_id, "lease_s": store.lease_s, **_process()})
+        store.publish(lease._label, lease._text())
+        try:
+            if not store.alone:
+                lease._probe()
+            lease._stamp = store.stamp(lease._label)
+        except BaseException as error:
+            lease.release_after(error)
+            raise
+        lease._thread = threading.Thread(target=lease._keep, name="functional_ckpt-lease", daemon=True)
+        lease._thread.start()
+        return lease
+
+    def _probe(self) -> None:
+        try:
+            self._store.publish(self._label, self._text(probe=True))
+        except AlreadyExistsError:
+            return
+        raise StorageError(
+            "this server writes over an object although it was told to create a new one", path=self._store.url,
+            remedy="If no other save to this path, and no sweep, can run at the same time, pass "
+            "SavePolicy(store=StorePolicy(alone=True)); else save to another server",
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """Name of the claim in the store."""
+        return self._label
+
+    def name(self, nodes: Sequence[str], durable: bool = False) -> None:
+        """Say which nodes are going to be written."""
+        self._content["nodes"] = list(nodes)
+        if not self._renew():
+            raise StorageError("the claim of this save was removed as soon as it was made", path=self._store.url,
+                               remedy="Save again")  # fmt: skip
+
+    def is_held(self) -> bool:
+        """Renew the claim; tell whether that was possible: nobody has taken it over.
+
+        It says from now on that the root may be on its way, which may come after its saver has died.
+        """
+        self._content[_PUBLISHING] = True
+        return self._renew()
+
+    def _renew(self) -> bool:
+        with self._lock:
+            if self._lost:
+                return False
+            self._beat += 1
+            stamp = self._store.replace(self._label, self._text(), self._stamp)
+            self._lost, self._stamp = stamp is None, stamp
+            return not self._lost
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._store.lease_s / 3):
+            with suppress(CheckpointError):  # the next time, or it is found when the save publishes
+                if not self._renew():
+                    return
+
+    def _text(self, **more: Any) -> bytes:
+        return json.dumps({**self._content, "beat": self._beat, **more}).encode() + b"\n"
+
+    def set_aside(self) -> None:
+        """Keep what it named under another name, and remove the claim."""
+        self._end()
+        self._store.publish(self._label + ABANDONED, self._text())
+        self._store.delete([self._label])
+
+    def release(self) -> str | None:
+        """Remove the claim; return what could not be done, in words."""
+        self._end()
+        if self._dropped:
+            return None
+        if self._lost:
+            return "its claim was taken over by a sweep"
+        try:
+            self._store.delete([self._label])
+        except CheckpointError as error:
+            return f"its claim {self._label} could not be removed ({error})"
+        return None
+
+    def release_after(self, error: BaseException) -> None:
+        """Remove the claim of a save that has failed; what could not be done is noted with the error."""
+        problem = self.release()
+        add_notes(error, [problem] if problem else [])
+
+    def drop(self) -> None:
+        """Stop renewing; the object stays until somebody finds that its lease has run out."""
+        self._end()
+        self._dropped = True
+
+    def _end(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+@contextmanager
+def expired(store: LeasedStore, but: str | None = None) -> Iterator[tuple[list[str], list[str]]]:
+    """Take over the claims of dead savers, and name those of live ones: (dead, live).
+
+    This waits as long as the longest lease that is found, unless it is known at once: by a change of the claim, or by
+    the process, if it was one of this machine.
+    """
+    names = sorted(name for name in store.names() if is_claim_name(name) and name != but)
+    dead = [name for name in names if name.endswith(ABANDONED)]
+    watched = {name: found for name in names if name not in dead and (found := _seen(store, name)) is not None}
+    live: list[str] = []
+    began = time.monotonic()
+    while watched:
+        for name, (stamp, content) in list(watched.items()):
+            lease_s = _lease_of(content)
+            if _is_over(content) or time.monotonic() - began > lease_s:
+                is_ours = _take_over(store, name, stamp, content)
+                (dead if is_ours or store.stamp(name) is None else live).append(name)
+                del watched[name]
+            elif store.stamp(name) != stamp:
+                if store.stamp(name) is not None:  # else it was released
+                    live.append(name)
+                del watched[name]
+        if watched:
+            time.sleep(min(_lease_of(content) for _, content in watched.values()) / 10)
+    yield dead, live
+
+
+def _take_over(store: LeasedStore, name: str, stamp: object, content: dict[str, Any]) -> bool:
+    """Take over a claim, and tell whether that was possible: it has not changed meanwhile."""
+    taken = json.dumps({**content, _TAKEN: True}).encode() + b"\n"
+    is_ours = store.replace(name, taken, stamp) is not None
+    # Its saver may only be slow, and a request still on its way: the next save or sweep can tell what that leaves.
+    if is_ours and not _is_over(content):
+        store.publish(name + ABANDONED, taken)
+    return is_ours
+
+
+def is_taken(data: bytes) -> bool:
+    """Tell whether a claim with content `data` was taken over by a sweep.
+
+    Examples
+    --------
+    >>> is_taken(b'{"save_id": "1f"}'), is_taken(b'{"save_id": "1f", "taken": true}')
+    (False, True)
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and bool(content.get(_TAKEN))
+
+
+def _seen(store: LeasedStore, name: str) -> tuple[object, dict[str, Any]] | None:
+    # In this order: one that is renewed in between is seen to change.
+    stamp, data = store.stamp(name), store.read(name)
+    if stamp is None or data is None:
+        return None
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        content = {}
+    return stamp, content if isinstance(content, dict) else {}
+
+
+def _lease_of(content: dict[str, Any]) -> float:
+    found = content.get("lease_s")
+    return min(float(found), _LONGEST_S) if isinstance(found, int | float) and found > 0 else _LONGEST_S
+
+
+def _process() -> dict[str, Any]:
+    """Return what names this process among all of this machine's, on all its containers."""
+    return {"host": os.uname().nodename, "boot": boot_id(), "space": _space(), "pid": os.getpid(),
+            "began": _began(os.getpid())}  # fmt: skip
+
+
+def _is_over(content: dict[str, Any]) -> bool:
+    """Tell whether a claim's process is known to have ended: one of ours, by number and the time at which it began."""
+    here = _process()
+    if content.get(_PUBLISHING):  # its lease is waited for: a request of a dead saver may still arrive
+        return False
+    if not here["boot"] or not here["space"] or any(content.get(name) != here[name] for name in ("boot", "space")):
+        return False
+    pid = content.get("pid")
+    return isinstance(pid, int) and _began(pid) != content.get("began")
+
+
+def _space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _began(pid: int) -> str:
+    """Return when a process began, in ticks of the kernel; "" if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

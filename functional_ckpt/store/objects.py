@@ -1,0 +1,367 @@
+"""`ObjectStore`: objects of a bucket, by TensorStore's key-value stores: ``s3://``, ``gs://``; ``http(s)://`` to read.
+
+A request costs a round trip, so that many are sent at a time; names come from one listing, which tells no sizes.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import islice
+from threading import Lock
+from typing import Any
+
+import attrs
+import tensorstore as ts
+
+from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
+from functional_ckpt.store.access import Place, StorePolicy
+from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
+from functional_ckpt.store.lease import is_taken
+from functional_ckpt.store.zarr import refuse_forked
+
+__all__ = ["ObjectStore"]
+
+#: More than this is read by several requests at a time.
+_PART_NBYTES = 8 * 2**20
+#: What lies between two ranges is fetched with them if it is less: a request takes as long as so many bytes.
+_GAP_NBYTES = 2**20
+#: The generation, in TensorStore's words, of an object that is not there.
+_MISSING = b"\x02"
+_LONGEST_DELAY_S = 8.0
+
+# What a part of TensorStore's text means, and what to do about it; the first that is found counts.
+_MEANINGS = (
+    (r"NoSuchBucket|Invalid S3 bucket name|Bucket .* (not found|does not exist)",
+     "Check the bucket's name, the region and the endpoint"),
+    (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
+    (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
+     "Check the credentials and the clock of this machine"),
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region",
+     "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
+    (r"PERMISSION_DENIED|'40[13]'", "Check the credentials, whether they have expired, and what they allow here"),
+    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with fewer in_flight or more retries"),
+    (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
+     "StorePolicy with more retries"),
+)  # fmt: skip
+
+
+@attrs.define(eq=False)
+class _Guarding:
+    """When the claim was last looked at, on the clock of ``time.monotonic``; one thread at a time looks."""
+
+    lock: Any = attrs.field(factory=Lock)
+    looked_s: float | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Guarding, ()
+
+
+@attrs.frozen
+class ObjectStore:
+    """Objects under a prefix of a bucket. Each write is whole, and done when it returns; none replaces an object.
+
+    Nothing is written any more once the claim `guard` is gone, as far as this rank has noticed: it looks every third of
+    a lease.
+
+    Examples
+    --------
+    >>> ObjectStore(Place.of("s3", "bucket/run/step-1")).url
+    's3://bucket/run/step-1'
+    """
+
+    place: Place
+    policy: StorePolicy = attrs.field(factory=StorePolicy)
+    guard: str | None = None
+    sync: str = attrs.field(default="none", init=False)
+    _guarding: "_Guarding" = attrs.field(init=False, eq=False, repr=False, factory=lambda: _Guarding())
+
+    @property
+    def url(self) -> str:
+        """The place as a URL."""
+        return self.place.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """No rename, no sizes, and many requests at a time."""
+        lists = self.place.scheme in ("s3", "gs")
+        return Capabilities(
+            shared_chunks=False, rename=False, shared=True, sized=False, lists=lists, in_flight=self.policy.in_flight
+        )
+
+    @property
+    def lease_s(self) -> float:
+        """How long a claim counts that is not renewed."""
+        return self.policy.lease_s
+
+    @property
+    def alone(self) -> bool:
+        """Whether the caller says that nobody else saves or sweeps here meanwhile."""
+        return self.policy.alone
+
+    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
+        """Write a new object, in one request. One that is there already stays, and must hold the same bytes.
+
+        It does where the answer to our own request was lost, and the request repeated.
+        """
+        self.check_guard()
+        for part in parts if each is not None else ():
+            each(part)  # type: ignore[misc]
+        data = b"".join(parts).ljust(nbytes, b"\0")
+        generation = self._wait("writing", name, self._kv().write(name, data, if_equal=_MISSING)).generation
+        if not generation:  # how TensorStore says that the condition did not hold
+            self._require_own(name, data)
+
+    def _require_own(self, name: str, data: bytes) -> None:
+        found = self.read(name)
+        if found is None:
+            list(self.names())  # says what is wrong with the bucket, if that is so
+            raise StorageError("writing failed", path=self._named(name), found="the server refused it",
+                               remedy="Save again")  # fmt: skip
+        if found != data:
+            raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Write a new object; every write here is whole."""
+        self.create(name, [memoryview(data)], len(data))
+
+    def replace(self, name: str, data: bytes, stamp: object) -> object:
+        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now."""
+        kv = self._kv()
+        try:
+            generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
+        except StorageError as error:
+            if not _knows_no_condition(error):
+                raise
+            # A server that knows no such condition: we look, and then write.
+            if self.stamp(name) != stamp:
+                return None
+            return self._wait("writing", name, kv.write(name, data)).generation
+        if generation:
+            return generation
+        found = self._wait("reading", name, kv.read(name))  # the answer to our own request may have been lost
+        return found.stamp.generation if found.state == "value" and found.value == data else None
+
+    def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
+        """Return an object's bytes, or None. Its size is known once it is read."""
+        found = self._wait("reading", name, self._kv().read(name))
+        if found.state != "value":
+            return None
+        check_limit(self._named(name), len(found.value), limit)
+        return bytes(found.value)
+
+    def nbytes_of(self, name: str) -> int | None:
+        """Return `UNSIZED` if there is an object, or None."""
+        return None if self.stamp(name) is None else UNSIZED
+
+    def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
+        """Read an object's head, large ones by several requests at a time."""
+        cuts = [(at, min(at + _PART_NBYTES, len(into))) for at in range(0, len(into), _PART_NBYTES)]
+        for (start, stop), data in zip(cuts, self._fetched(name, cuts), strict=True):
+            into[start:stop] = data
+            if each is not None:
+                each(into[start:stop])
+
+    def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
+        """Read ranges of an object, and what lies between two of them if that is little."""
+        spans: list[tuple[int, int]] = []
+        for start in starts:
+            if spans and 0 <= start - spans[-1][1] < _GAP_NBYTES and start + nbytes - spans[-1][0] <= _PART_NBYTES:
+                spans[-1] = spans[-1][0], start + nbytes
+            else:
+                spans.append((start, start + nbytes))
+        todo = iter(enumerate(starts))
+        position, start = next(todo)
+        for (low, high), data in zip(spans, self._fetched(name, spans), strict=True):
+            while low <= start and start + nbytes <= high:
+                into[position * nbytes : (position + 1) * nbytes] = data[start - low : start - low + nbytes]
+                position, start = next(todo, (-1, -1))
+
+    def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
+        """Read an object's head part by part."""
+        for start in range(0, nbytes, _PART_NBYTES):
+            for data in self._fetched(name, [(start, min(start + _PART_NBYTES, nbytes))]):
+                each(data)
+
+    def _fetched(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
+        """Yield the bytes of spans in order; a few of them are on their way at a time.
+
+        A server that answers a range as if it were all of the object (rclone) is asked for all of it.
+        """
+        kv, whole = self._kv(), b""
+        todo = (kv.read(name, byte_range=slice(*span)) for span in spans)
+        for (start, stop), future in zip(spans, self._ahead(todo), strict=True):
+            if whole:
+                future.cancel()
+                yield memoryview(whole)[start:stop]
+                continue
+            try:
+                found = self._wait("reading", name, future)
+            except StorageError as error:
+                if "OUT_OF_RANGE" not in str(error.found):
+                    raise
+                whole = self._whole(name, max(stop for _, stop in spans))
+                yield memoryview(whole)[start:stop]
+                continue
+            if found.state != "value":
+                raise CorruptionError("an object is missing", path=self._named(name))
+            yield memoryview(found.value)
+
+    def _whole(self, name: str, nbytes: int) -> bytes:
+        """Return all of an object, which must have `nbytes` bytes at least."""
+        data = self.read(name, 2**62)
+        if data is None or len(data) < nbytes:
+            raise CorruptionError("an object is too short", path=self._named(name), expected=f"{nbytes} bytes",
+                                  found="nothing" if data is None else f"{len(data)} bytes")  # fmt: skip
+        return data
+
+    def _ahead(self, futures: Iterable[Any], count: int = 4) -> Iterator[Any]:
+        futures = iter(futures)
+        flying = list(islice(futures, count))
+        try:
+            while flying:
+                yield flying.pop(0)
+                flying += islice(futures, 1)
+        finally:
+            for future in flying:
+                future.cancel()
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all objects under the prefix, by one listing."""
+        if not self.capabilities.lists:
+            raise StorageError("objects of this store cannot be listed", path=self.url)
+        for key in self._wait("listing", "", self._kv().list()):
+            yield key.decode("utf-8", "surrogateescape")
+
+    def children(self) -> Iterator[str]:
+        """Yield the names right below the prefix; TensorStore has no listing that stops there, so all are listed."""
+        heads = (name.partition("/") for name in self.names())
+        yield from dict.fromkeys(head + slash for head, slash, _ in heads)
+
+    def pinned(self) -> "ObjectStore":
+        """Return the store itself: a committed checkpoint is not overwritten here."""
+        return self
+
+    def unpin(self) -> None:
+        """Do nothing."""
+
+    def is_current(self) -> bool:
+        """Return True."""
+        return True
+
+    def stamp(self, name: str) -> object:
+        """Return the generation of an object, on S3 its entity tag."""
+        found = self._wait("looking at", name, self._kv().read(name, byte_range=slice(0, 0)))
+        return found.stamp.generation if found.state == "value" else None
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, many at a time."""
+        kv = self._kv()
+        todo = ((name, kv.write(name, None)) for name in names)
+        for name, future in _windowed(todo, self.policy.in_flight):
+            self._wait("deleting", name, future)
+
+    def check_guard(self) -> None:
+        """Raise `StorageError` if the save that writes here was given up."""
+        if self.guard is None:
+            return
+        with self._guarding.lock:
+            now = time.monotonic()
+            if self._guarding.looked_s is not None and now - self._guarding.looked_s < self.policy.lease_s / 3:
+                return
+            data = self.read(self.guard)
+            if data is None or is_taken(data):
+                raise StorageError(
+                    "the save was abandoned or swept while this rank was writing", path=self.url,
+                    expected=f"the claim {self.guard}", found="none", remedy="Save again under a new path",
+                )  # fmt: skip
+            self._guarding.looked_s = now
+
+    def flush(self) -> None:
+        """Do nothing: a write is durable when the server confirms it."""
+
+    def kvstore(self, prefix: str) -> dict[str, Any]:
+        """Return TensorStore's key-value store at `prefix`."""
+        spec = self.place.spec(self.policy)
+        return {**spec, "path": spec["path"] + prefix}
+
+    def _named(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _kv(self) -> Any:
+        refuse_forked()
+        text = json.dumps(self.place.spec(self.policy))
+        with_policy = (
+            self.policy.credentials_type,
+            self.policy.retries,
+            self.policy.retry_delay_s,
+            self.policy.in_flight,
+        )
+        try:
+            return _opened(text, *with_policy)
+        except (ValueError, RuntimeError) as error:
+            raise _explained("opening", self.url, str(error)) from error
+
+    def _wait(self, what: str, name: str, future: Any) -> Any:
+        """Return what a request has brought.
+
+        Raises
+        ------
+        StorageError
+            If it has failed for good, or is not done in time: it is taken back then, as far as it was not sent.
+        """
+        try:
+            return future.result(timeout=self.policy.timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise StorageError(
+                f"{what} took too long", path=self._named(name), expected=f"at most {self.policy.timeout_s} s",
+                remedy="Check the endpoint and the network, or pass a longer StorePolicy(timeout_s=...)",
+            ) from None  # fmt: skip
+        except (ValueError, RuntimeError) as error:
+            raise _explained(what, self._named(name), str(error)) from error
+
+
+def _windowed(futures: Iterable[tuple[str, Any]], count: int) -> Iterator[tuple[str, Any]]:
+    futures = iter(futures)
+    flying = list(islice(futures, count))
+    while flying:
+        yield flying.pop(0)
+        flying += islice(futures, 1)
+
+
+def _explained(what: str, path: str, text: str) -> StorageError:
+    """Return the error for a text of TensorStore, with what to do about it."""
+    remedy = next((remedy for pattern, remedy in _MEANINGS if re.search(pattern, text, re.IGNORECASE)), None)
+    return StorageError(f"{what} failed", path=path, found=_short(text), remedy=remedy)
+
+
+def _short(text: str) -> str:
+    """Return a text of TensorStore without the bodies and headers of answers, which can be long and hold tokens.
+
+    Examples
+    --------
+    >>> _short("NOT_FOUND: NoSuchBucket: none such [http_response_body='<xml>'] [source locations='a']")
+    'NOT_FOUND: NoSuchBucket: none such'
+    """
+    status = re.search(r"http_response_code='(\d+)'", text)
+    cut = re.split(r" \[[a-z_ -]+=", text, maxsplit=1)[0]
+    return f"{cut} (HTTP {status[1]})" if status and "Unknown" in cut else cut
+
+
+@cache
+def _opened(spec: str, credentials: str, retries: int, delay_s: float, in_flight: int) -> Any:
+    """Open a key-value store, once in this process: it keeps connections."""
+    waits = {"max_retries": retries, "initial_delay": f"{delay_s}s", "max_delay": f"{max(delay_s, _LONGEST_DELAY_S)}s"}
+    many: dict[str, Any] = {"limit": in_flight}
+    context = ts.Context({
+        "s3_request_retries": waits, "gcs_request_retries": waits, "http_request_retries": waits,
+        "s3_request_concurrency": many, "gcs_request_concurrency": many, "http_request_concurrency": many,
+        "aws_credentials": {"type": credentials},
+    })  # fmt: skip
+    return ts.KvStore.open(json.loads(spec), context=context).result()
+
+
+def _knows_no_condition(error: StorageError) -> bool:
+    return "501" in str(error.__cause__) or "NotImplemented" in str(error.__cause__)

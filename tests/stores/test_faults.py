@@ -1,0 +1,223 @@
+"""Everything that a server and the way to it can do wrong, at each request of a save and a load, and kills at each.
+
+Whatever happens: one clear error or none, what is published is whole, nothing is published after an error unless the
+answer to the very last requests was lost, and the next save works.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from functional_ckpt import LayoutPolicy, LocalShards, SavePolicy, load, save, sweep, verify
+from functional_ckpt.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    NotACheckpointError,
+    OutcomeUnknownError,
+    StorageError,
+)
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.store.opening import open_store
+from functional_ckpt.testing.simulate import try_ranks
+from tests.stores.proxy import FAULTS
+
+# `tox -e stores` tries every request; CI every few.
+_STEP = int(os.environ.get("FUNCTIONAL_CKPT_STEP", "9"))
+_CHUNKED = LayoutPolicy(target_chunk_nbytes=2**10, min_chunk_nbytes=2**8)
+
+
+def state(step):
+    return {"w": np.arange(512, dtype="f4") + step, "b": np.full(3, step, "f8"), "step": step}
+
+
+def is_state(loaded, step):
+    return loaded["step"] == step and all(np.array_equal(loaded[key], state(step)[key]) for key in ("w", "b"))
+
+
+def outcome(server, url):
+    """Return the step of the checkpoint at a place, which is whole; None if there is none."""
+    server.proxy.reset()
+    try:
+        loaded = load(state(0), url, policy=server.loading())
+    except NotACheckpointError:
+        return None
+    assert verify(url, store=server.access()).ok
+    assert is_state(loaded, loaded["step"])
+    return loaded["step"]
+
+
+def requests_of(server, url):
+    server.proxy.reset()
+    save(state(1), url, policy=server.saving(layout=_CHUNKED))
+    return list(server.proxy.requests)
+
+
+def error_of_save(server, place):
+    """Save, and return what it raised. That its claim could not be removed afterwards is only a warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            save(state(2), place, policy=server.saving(layout=_CHUNKED))
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def check_after(server, url, error):
+    """Check what a save left: one that has raised has published nothing, unless it says that it cannot know."""
+    found = outcome(server, url)
+    assert found == 2 if error is None else found is None or isinstance(error, OutcomeUnknownError), (found, error)
+    next_url = url if found is None else url + "-next"
+    save(state(3), next_url, policy=server.saving(layout=_CHUNKED))
+    assert outcome(server, next_url) == 3
+    swept = sweep(url.rpartition("/")[0], store=server.access(lease_s=0.2))
+    assert all(".claim" in name for name in swept)
+    assert (outcome(server, url), outcome(server, next_url)) == (found or 3, 3)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_request_of_a_save_goes_wrong(server, url, fault):
+    """Once: what is worth another try is tried again, and the save goes through; a refusal is told."""
+    total = len(requests_of(server, url))
+    for number in range(0, total, _STEP):
+        place = f"{url}-{number}"
+        server.proxy.reset(lambda request, at=number: fault if request.number == at else None)
+        error = error_of_save(server, place)
+        assert (error is None) or fault in ("403", "expired"), (fault, number, error)
+        check_after(server, place, error)
+
+
+@pytest.mark.parametrize("fault", ["503", "403", "reset", "lost"])
+def test_all_requests_from_one_on_go_wrong(server, url, fault):
+    """A server that throttles for good, credentials that expire, a server that dies: one error, with a remedy."""
+    total = len(requests_of(server, url))
+    for number in range(0, total, _STEP):
+        place = f"{url}-{number}"
+        server.proxy.reset(lambda request, at=number: fault if request.number >= at else None)
+        error = error_of_save(server, place)
+        if error is not None:
+            assert isinstance(error, StorageError), error
+            assert error.remedy, error
+        check_after(server, place, error)
+
+
+def test_requests_go_wrong_at_random(server, url):
+    chance = random.Random(20)
+    for round_ in range(4 if _STEP > 1 else 40):
+        place = f"{url}-{round_}"
+        server.proxy.reset(lambda _: chance.choice(["503", "reset", "lost", "torn"]) if chance.random() < 0.1 else None)
+        error = error_of_save(server, place)
+        check_after(server, place, error)
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "torn", "403"])
+def test_requests_of_a_load_go_wrong(server, url, fault):
+    save(state(2), url, policy=server.saving(layout=_CHUNKED))
+    server.proxy.reset()
+    load(state(0), url, policy=server.loading())
+    for number in range(len(server.proxy.requests)):
+        server.proxy.reset(lambda request, at=number: fault if request.number == at else None)
+        if fault == "403":
+            with pytest.raises(StorageError, match="Check the credentials"):
+                load(state(0), url, policy=server.loading())
+        else:
+            assert is_state(load(state(0), url, policy=server.loading()), 2)
+
+
+def test_a_server_that_never_answers_is_given_up(server, url):
+    server.proxy.reset(lambda request: "hang" if "/w/c." in request.path else None)
+    policy = SavePolicy(store=server.access(timeout_s=0.5), layout=_CHUNKED)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="took too long"):
+        save(state(2), url, policy=policy)
+    assert time.monotonic() - began < 60
+    assert outcome(server, url) is None
+
+
+def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
+    """Who gives up waiting cannot know whether the request still arrives: nothing is removed, and the error says so."""
+    server.proxy.reset(
+        lambda request: "late:2" if request.method == "PUT" and request.path.endswith("1/zarr.json") else None
+    )
+    with pytest.raises(OutcomeUnknownError, match="not known whether"):
+        save(state(2), url, policy=SavePolicy(store=server.access(timeout_s=0.7), layout=_CHUNKED))
+    time.sleep(3)
+    assert outcome(server, url) == 2
+
+
+def test_expired_credentials_and_a_missing_bucket_are_named(server, url):
+    for fault, word in (("expired", "Renew the credentials"), ("nobucket", "bucket"), ("503", "in_flight")):
+        server.proxy.reset(lambda _, fault=fault: fault)
+        for call in (lambda: save(state(2), url, policy=server.saving()), lambda: verify(url, store=server.access())):
+            with pytest.raises(StorageError) as caught:
+                call()
+            assert word in str(caught.value) or fault == "expired", caught.value  # HEAD has no body that says so
+            assert caught.value.remedy
+
+
+def test_a_fault_of_one_rank_is_told_to_all(server, url):
+    spec = ArraySpec("w", (64,), "float32")
+
+    def run(gather):
+        box = Box((gather.rank * 16,), (gather.rank * 16 + 16,))
+        leaf = LocalShards(ShardSpec(spec, box), np.full(16, gather.rank, "f4"))
+        return save({"w": leaf}, url, policy=server.saving(layout=LayoutPolicy(target_chunk_nbytes=64,
+                    min_chunk_nbytes=4)), process_group=gather)  # fmt: skip
+
+    server.proxy.reset(lambda request: "403" if request.path.endswith("/w/c.2") else None)
+    outcomes = try_ranks(4, run)
+    assert {str(found) for found in outcomes} == {str(outcomes[0])}
+    assert isinstance(outcomes[0], StorageError)
+    assert outcomes[0].rank == 2
+    assert outcome(server, url) is None
+    assert not list(open_store(url, access=server.access()).names())
+
+
+_SAVER = """
+import sys, numpy as np
+from functional_ckpt import LayoutPolicy, SavePolicy, StorePolicy, save
+policy = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=2**10, min_chunk_nbytes=2**8),
+                    store=StorePolicy(retries=2, retry_delay_s=0.01, lease_s=1, alone=sys.argv[2] == "alone"))
+for _ in sys.stdin:
+    pass
+save({"w": np.arange(512, dtype="f4") + 2, "b": np.full(3, 2, "f8"), "step": 2}, sys.argv[1], policy=policy)
+"""
+
+
+def test_kills_at_each_request_lose_nothing(server, url):
+    """The saver is killed when a request of it arrives, before the server sees it and after; the next save works."""
+    total = len(requests_of(server, url))
+    kills = [(number, after) for number in range(total) for after in (False, True)][:: 11 if _STEP > 1 else 1]
+    for number, after in kills:
+        place = f"{url}-{number}-{after}"
+        alone = "heeding" if server.heeds_conditions else "alone"
+        command = [sys.executable, "-c", _SAVER, place, alone]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as saver:
+
+            def kill(request, at=number, saver=saver, after=after):
+                if request.number != at:
+                    return None
+                saver.kill()
+                saver.wait()
+                return "lost" if after else "reset"
+
+            server.proxy.reset(kill)
+            saver.stdin.close()
+            saver.wait()
+        found = outcome(server, place)
+        assert found in (None, 2)
+        if found is None:
+            save(state(3), place, policy=server.saving(layout=_CHUNKED))
+            assert outcome(server, place) == 3
+        else:
+            sweep(place, store=server.access())
+            assert outcome(server, place) == 2
+        assert not [name for name in open_store(place, access=server.access()).names() if ".claim" in name]

@@ -1,0 +1,205 @@
+"""Checkpoints in an object store: what works on a path works there, in few requests, and no save harms another."""
+
+import json
+
+import numpy as np
+import pytest
+
+import functional_ckpt
+from functional_ckpt import (
+    Checkpoints,
+    KeepLast,
+    LayoutPolicy,
+    LocalShards,
+    SavePolicy,
+    StorePolicy,
+    load,
+    open_checkpoint,
+    save,
+    verify,
+)
+from functional_ckpt.cli import main
+from functional_ckpt.errors import CheckpointError, NotACheckpointError, PolicyError, StorageError
+from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.store.base import UNSIZED
+from functional_ckpt.store.opening import open_store
+from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
+from functional_ckpt.testing.simulate import run_ranks
+from tests.pages import shown
+
+CHUNKED = LayoutPolicy(target_chunk_nbytes=2**14, min_chunk_nbytes=2**10)
+
+
+def state(step=3):
+    return {
+        "w": np.arange(64 * 512, dtype="f4").reshape(64, 512) + step,
+        "small": [np.full(3, step + i, "f8") for i in range(4)],
+        "step": step,
+        "long": "x" * 70_000,
+    }
+
+
+def same(one, other):
+    one, other = (json.dumps(each, default=lambda x: x.tolist(), sort_keys=True) for each in (one, other))
+    return one == other
+
+
+def names(url, access):
+    return sorted(open_store(url, access=access).names())
+
+
+# What works
+
+
+def test_what_is_saved_is_loaded_shown_and_verified(server, url, capsys):
+    manifest = save(state(), url, policy=server.saving(layout=CHUNKED))
+    assert same(load(state(0), url), state())
+    assert same(open_checkpoint(url).state(), state())
+    assert open_checkpoint(url)["w"][5, 7:9].tolist() == state()["w"][5, 7:9].tolist()
+    report = verify(url, store=server.access())
+    assert report.ok
+    assert report.chunks == sum(entry.grid.size for entry in manifest.arrays) > 8
+    assert functional_ckpt.read_manifest(url) == manifest
+    assert main(["ls", url]) == main(["verify", url]) == main(["show", url]) == main(["show", url, "w"]) == 0
+    assert "128.0 KiB" in capsys.readouterr().out
+    assert main(["ls", url + "-none"]) == 2
+    assert not [name for name in names(url, server.access()) if "claim" in name]
+
+
+def test_codecs_ranks_and_the_background(server, url):
+    rows = ArraySpec("w", (64, 8), "float32")
+    whole = np.arange(512, dtype="f4").reshape(64, 8)
+
+    def part(gather):
+        box = Box((gather.rank * 64 // gather.size, 0), ((gather.rank + 1) * 64 // gather.size, 8))
+        return ShardSpec(rows, box), whole[box.slices].copy()
+
+    def save_mine(gather):
+        policy = server.saving(layout=LayoutPolicy(codecs={"": "zstd"}))
+        state = {"w": LocalShards(*part(gather)), "step": 1}
+        return functional_ckpt.async_save(state, url, policy=policy, process_group=gather).result()
+
+    def load_mine(gather):
+        shard, wanted = part(gather)
+        policy = server.loading(strict="ignore", read_once=True)
+        found = load({"w": LocalShards(shard, np.zeros_like(wanted))}, url, policy=policy, process_group=gather)
+        return found["w"].data[0].tolist() == wanted.tolist()
+
+    assert len({manifest.to_json() for manifest in run_ranks(4, save_mine)}) == 1
+    assert run_ranks(2, load_mine) == [True, True]
+
+
+def test_requests_are_chunks_arrays_and_a_constant(server, url):
+    """A save writes each chunk and each array's metadata once; a load reads each chunk once."""
+    counts = {}
+    for arrays in (4, 24):
+        state = {f"a{i}": np.ones((4, 512), "f4") for i in range(arrays)}
+        layout = LayoutPolicy(target_chunk_nbytes=2**11, min_chunk_nbytes=2**10)
+        policy = SavePolicy(layout=layout, store=server.access(lease_s=600))  # no renewal is counted
+        for what in ("save", "load"):
+            server.proxy.reset()
+            save(state, f"{url}-{arrays}", policy=policy) if what == "save" else load(state, f"{url}-{arrays}")
+            counts[what, arrays] = len(server.proxy.requests)
+    assert counts["save", 24] - counts["save", 4] == 20 * (4 + 1)
+    assert counts["load", 24] - counts["load", 4] == 20 * 4
+    assert counts["save", 4] - 4 * 5 <= 20
+    assert counts["load", 4] - 4 * 4 <= 8
+
+
+def test_many_requests_at_a_time(server, url):
+    server.proxy.latency_s = 0.02
+    state = {f"a{i}": np.full(16, i, "f4") for i in range(64)}
+    save(state, url, policy=server.saving())
+    saving = server.proxy.most_in_flight
+    server.proxy.reset()
+    load(state, url, policy=server.loading())
+    assert min(saving, server.proxy.most_in_flight) >= 16
+
+
+def test_a_large_chunk_is_read_by_ranges_in_parallel(server, url):
+    state = {"w": np.arange(2**23, dtype="f4")}
+    save(state, url, policy=server.saving())
+    server.proxy.reset()
+    loaded = load({"w": np.zeros(2**23, "f4")}, url)
+    assert np.array_equal(loaded["w"], state["w"])
+    whole = sum("/w/c.0" in request.target for request in server.proxy.requests)
+    server.proxy.reset()
+    assert open_checkpoint(url)["w"][5:7].tolist() == [5, 6]
+    part = sum("/w/c.0" in request.target for request in server.proxy.requests)
+    assert server.name == "rclone" or (whole, part) == (4, 1)  # it answers a range as if it were all of the object
+
+
+def test_a_checkpoint_is_read_over_http(server, url, monkeypatch):
+    if server.name != "small":
+        pytest.skip("reads without a signature are refused there")
+    save(state(), url, policy=server.saving(layout=CHUNKED))
+    place = url.replace("s3://", server.proxy.url + "/")
+    assert same(load(state(0), place), state())
+    assert verify(place).ok
+    with pytest.raises(CheckpointError):
+        save(state(), place + "-new", policy=server.saving())
+    with pytest.raises(NotACheckpointError):
+        load(state(), place + "-none")
+
+
+def test_a_chunk_that_is_missing_or_short_is_named(server, url):
+    save(state(), url, policy=server.saving(layout=CHUNKED))
+    store = open_store(url)
+    assert store.nbytes_of("w/c.1.0") == UNSIZED
+    data = store.read("w/c.1.0")
+    store.delete(["w/c.1.0"])
+    with pytest.raises(StorageError, match=r"a stored chunk is missing: key 'w'.*c\.1\.0"):
+        load(state(0), url)
+    store.create("w/c.1.0", [memoryview(data)[:-1]], len(data) - 1)
+    with pytest.raises(StorageError, match=r"too short: .*key 'w'.*c\.1\.0"):
+        load(state(0), url)
+    assert not verify(url).ok
+
+
+def test_the_program_of_the_page_runs(server, monkeypatch):
+    if not server.heeds_conditions:
+        pytest.skip("it says nothing of a server that ignores conditions")
+    names = shown("object-stores.md", "to_a_bucket.py")
+    assert functional_ckpt.verify("s3://ckpt/run-7/step-100").ok
+    assert names["state"]["step"] == 100
+
+
+def test_the_steps_of_a_run(server, url):
+    root = url.rpartition("/")[0]
+    with Checkpoints(root, keep=KeepLast(2), policy=server.saving(in_flight="wait")) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(step), metrics={"loss": 1 / step})
+        assert checkpoints.steps() == (2, 3)
+        assert checkpoints.best("loss") == 3
+    with Checkpoints(root) as checkpoints:
+        assert same(checkpoints.resume(state(0)), state(3))
+    assert {name.partition("/")[0] for name in names(root, server.access())} == {"step-00000002", "step-00000003"}
+
+
+def test_a_step_whose_removal_was_cut_off_is_swept(server, url):
+    root = url.rpartition("/")[0]
+    with Checkpoints(root, policy=server.saving(in_flight="wait")) as checkpoints:
+        checkpoints.save(1, state(1))
+    server.proxy.reset(lambda r: "403" if r.method == "DELETE" and r.path.endswith("/w/c.0.0") else None)
+    with pytest.raises(StorageError):
+        remove_step(root, 1)
+    server.proxy.reset()
+    assert find_steps(root) == {}
+    sweep_steps(root)
+    assert names(root, server.access()) == []
+
+
+@pytest.mark.parametrize("text", ["s3://", "s3:///a", "s3://b/a//c", "s3://b/../c", "gs://"])
+def test_urls_that_name_no_place(text):
+    with pytest.raises(PolicyError, match="bucket"):
+        open_store(text)
+
+
+def test_a_store_policy_is_checked():
+    for wrong in ({"retries": -1}, {"lease_s": 0}, {"endpoint": ""}, {"alone": "no"}, {"credentials": "x"}):
+        with pytest.raises(PolicyError):
+            StorePolicy(**wrong)
+    with pytest.raises(PolicyError, match="StorePolicy"):
+        SavePolicy(store="s3")

@@ -1,0 +1,220 @@
+"""What one save to an object store does to another: none harms one that is committed, live, or somebody else's."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import functional_ckpt
+from functional_ckpt import (
+    SavePolicy,
+    StorePolicy,
+    load,
+    save,
+    sweep,
+    verify,
+)
+from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, StorageError
+from functional_ckpt.store.lease import Lease, _process
+from functional_ckpt.store.opening import open_store
+from functional_ckpt.testing.simulate import try_ranks
+from tests.stores.small import SmallServer
+from tests.stores.test_objects import names, same, state
+
+# What one save does to another
+
+
+def test_a_committed_checkpoint_is_never_overwritten(server, url):
+    save(state(1), url, policy=server.saving())
+    before = names(url, server.access())
+    for overwrite in (False, True):
+        with pytest.raises(AlreadyExistsError, match="one for each step"):
+            save(state(2), url, policy=server.saving(), overwrite=overwrite)
+    assert names(url, server.access()) == before
+    assert same(load(state(0), url), state(1))
+    assert sweep(url) == sweep(url.rpartition("/")[0]) == ()
+    assert same(load(state(0), url), state(1))
+
+
+def test_rename_is_refused(server, url):
+    with pytest.raises(PolicyError, match="cannot rename"):
+        save(state(), url, policy=server.saving(commit="rename"))
+
+
+def test_a_root_that_came_meanwhile_stays(server, url):
+    """The root is written on the condition that there is none: whoever has put one there, it stays."""
+    if not server.heeds_conditions:
+        pytest.skip("a server that writes over it")
+    key = url.removeprefix("s3://ckpt/") + "/zarr.json"
+
+    def meanwhile(request):
+        if request.method == "PUT" and request.path.endswith(key):
+            server.proxy.fault = lambda _: None
+            open_store(url, access=server.access()).publish("zarr.json", b'{"zarr_format":3}')
+
+    server.proxy.reset(meanwhile)
+    with pytest.raises(AlreadyExistsError):
+        save(state(), url, policy=server.saving())
+    assert open_store(url).read("zarr.json") == b'{"zarr_format":3}'
+
+
+def test_a_server_that_ignores_conditions_is_found(server, url):
+    heedless = SmallServer(heeds_conditions=False)
+    access = server.access(endpoint=f"http://127.0.0.1:{heedless.port}", alone=False)
+    with pytest.raises(StorageError, match=r"alone=True"):
+        save(state(), url, policy=SavePolicy(store=access))
+    assert not heedless.objects
+    alone = SavePolicy(store=StorePolicy(endpoint=access.endpoint, alone=True))
+    save(state(), url, policy=alone)
+    assert same(load(state(0), url, policy=functional_ckpt.LoadPolicy(store=access)), state())
+    heedless.close()
+
+
+def test_of_two_saves_at_once_at_most_one_is_published(server, url):
+    barrier = threading.Barrier(2)
+
+    def one(gather):
+        barrier.wait()
+        return save(state(gather.rank), url, policy=server.saving())
+
+    outcomes = try_ranks(2, one)
+    won = [number for number, found in enumerate(outcomes) if not isinstance(found, BaseException)]
+    assert len(won) <= 1
+    assert all(isinstance(found, AlreadyExistsError) for number, found in enumerate(outcomes) if number not in won)
+    if won:
+        assert same(load(state(9), url), state(won[0]))
+    else:  # each has seen the other
+        save(state(5), url, policy=server.saving())
+    assert verify(url).ok
+
+
+def _at(server, ending, action):
+    """Run `action` once, when a request for a key with this ending arrives, before the server sees it."""
+    done = []
+
+    def fault(request):
+        if not done and request.method == "PUT" and request.path.endswith(ending):
+            done.append(request)
+            action()
+
+    server.proxy.reset(fault)
+    return done
+
+
+def test_a_live_save_is_not_swept(server, url):
+    found = []
+    done = _at(server, "/w/c.0.0", lambda: found.append(sweep(url.rpartition("/")[0], store=server.access())))
+    save(state(), url, policy=server.saving())
+    assert done
+    assert found == [()]
+    assert verify(url).ok
+
+
+def _leaseless(monkeypatch):
+    """The saver does not renew its claim by itself, as one that is stopped."""
+    monkeypatch.setattr(Lease, "_keep", lambda self: None)
+
+
+@pytest.mark.parametrize("ending", ["/manifest.json", "/step-1/zarr.json"])
+def test_a_save_that_was_taken_for_dead_publishes_nothing(server, url, monkeypatch, ending):
+    """The second: between its last look at the claim and the root. It looks again, and takes the root back."""
+    if not server.heeds_conditions:
+        pytest.skip("the caller says that nobody sweeps meanwhile")
+    _leaseless(monkeypatch)
+    found = []
+    _at(server, ending, lambda: found.append(sweep(url, store=server.access(lease_s=0.3))))
+    with pytest.raises(StorageError, match=r"claim of this save was|abandoned or swept"):
+        save(state(), url, policy=SavePolicy(store=server.access(lease_s=0.3)))
+    assert found[0]
+    with pytest.raises(NotACheckpointError):
+        load(state(), url)
+    monkeypatch.undo()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test:tester")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    save(state(4), url, policy=server.saving())
+    assert same(load(state(0), url, policy=server.loading()), state(4))
+
+
+def test_what_a_dead_saver_of_another_machine_left_is_swept_when_its_lease_is_over(server, url):
+    store = open_store(url, access=server.access())
+    save(state(), url, policy=server.saving())
+    store.delete(["zarr.json"])
+    claim = {"save_id": "a" * 16, "lease_s": 0.3, "host": "elsewhere", "nodes": ["w", "manifest.json"]}
+    store.publish(f".{'a' * 16}.claim", json.dumps(claim).encode())
+    store.publish("w/notes.txt", b"somebody's")
+    left = sweep(url.rpartition("/")[0], store=server.access())
+    assert f"{url}/manifest.json" in left
+    assert not any("/w/" in name for name in left)  # something of others is there
+    assert "w/notes.txt" in names(url, server.access())
+
+
+def _left_by_a_dead_process(url, server, **more):
+    """Turn a checkpoint into what a saver of this machine leaves that was killed right before its root; return it."""
+    save(state(), url, policy=server.saving())
+    store = open_store(url, access=server.access())
+    root = store.read("zarr.json")
+    store.delete(["zarr.json"])
+    nodes = [*{name.partition("/")[0] for name in store.names() if "/" in name}, "manifest.json"]
+    claim = {"save_id": "a" * 16, "lease_s": 0.5, "nodes": nodes, **_process(), "began": "0", **more}
+    store.publish(f".{'a' * 16}.claim", json.dumps(claim).encode())
+    return root
+
+
+def test_a_process_that_has_ended_is_known_at_once(server, url):
+    _left_by_a_dead_process(url, server, lease_s=60)
+    began = time.monotonic()
+    assert f"{url}/manifest.json" in sweep(url, store=server.access())
+    assert time.monotonic() - began < 50  # of the 60 of its lease
+    assert not [name for name in names(url, server.access()) if "claim" in name]
+
+
+def test_a_root_that_was_on_its_way_is_waited_for(server, url):
+    """The request of a process that was killed may come after it: a claim says so, and its lease is waited for."""
+    root = _left_by_a_dead_process(url, server, publishing=True)
+    late = threading.Timer(0.2, lambda: open_store(url, access=server.access()).publish("zarr.json", root))
+    late.start()
+    assert not [name for name in sweep(url, store=server.access()) if "claim" not in name]
+    late.join()
+    assert verify(url, store=server.access()).ok
+
+
+def test_a_sweep_that_fails_half_way_can_be_repeated(server, url):
+    """The claim goes last: without it nobody could tell what is left."""
+    _left_by_a_dead_process(url, server)
+    late = "late:0.5+403"  # after the others are done
+    server.proxy.reset(lambda r: late if r.method == "DELETE" and r.path.endswith("/manifest.json") else None)
+    with pytest.raises(StorageError):
+        sweep(url, store=server.access())
+    server.proxy.reset()
+    sweep(url, store=server.access())
+    save(state(4), url, policy=server.saving())
+    assert verify(url, store=server.access()).ok
+
+
+def test_a_rank_whose_save_was_given_up_writes_nothing_more(server, url):
+    store = open_store(url, guard=f".{'a' * 16}.claim", access=server.access())
+    with pytest.raises(StorageError, match="abandoned"):
+        store.create("w/c.0", [memoryview(b"x")], 1)
+    assert names(url, server.access()) == []
+
+
+def test_an_object_is_never_replaced(server, url):
+    if not server.heeds_conditions:
+        pytest.skip("a server that writes over it")
+    store = open_store(url, access=server.access())
+    store.create("w/c.0", [memoryview(b"x")], 2)
+    store.create("w/c.0", [memoryview(b"x\0")], 2)  # the same bytes: as when our own request is repeated
+    with pytest.raises(AlreadyExistsError):
+        store.create("w/c.0", [memoryview(b"y")], 2)
+    assert store.read("w/c.0") == b"x\0"
+
+
+def test_a_rank_that_saves_to_another_place_is_told(server, url):
+    def run(gather):
+        place = url + "-other" * gather.rank
+        return save({f"x{gather.rank}": np.ones(3)}, place, policy=server.saving(), process_group=gather)
+
+    assert {type(found).__name__ for found in try_ranks(2, run)} == {"PathNotSharedError"}
+    assert names(url, server.access()) == []
