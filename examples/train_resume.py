@@ -62,8 +62,8 @@ def main():
     options = parser.parse_args()
     dist.init_process_group("gloo")
     trainer = Trainer(options.steps)
-    keep = fc.KeepLast(2) | fc.KeepBest("loss")
-    with fc.Checkpoints(options.root, keep=keep, on_signal=(signal.SIGTERM,)) as checkpoints:
+    keep, policy = fc.KeepLast(2) | fc.KeepBest("loss"), fc.SavePolicy(timeout_s=60)  # a rank that died is waited for
+    with fc.Checkpoints(options.root, keep=keep, policy=policy, on_signal=(signal.SIGTERM,)) as checkpoints:
         trainer.set_state(checkpoints.resume(trainer.state()))
         stop = False
         while trainer.step < options.steps and not stop:

@@ -22,7 +22,7 @@ import functional_ckpt as fc
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/train_resume.py"
-#: Seen: differences up to 3e-6 between numbers of ranks. A step lost or done twice shifts all by 1e-2 and more.
+#: Seen: differences up to 1e-6 between numbers of ranks. A step lost or done twice shifts all by 1e-2 and more.
 TOLERANCE = 1e-4
 #: What a rank may take to end once another one is dead.
 LIMIT_S = 90
