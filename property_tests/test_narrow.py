@@ -10,9 +10,9 @@ from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World, narrow
-from functional_ckpt.spec.tiling import grid_boxes
 from functional_ckpt.testing import laws, model
 from functional_ckpt.testing import strategies as fst
+from functional_ckpt.testing.regions import grid_boxes
 
 
 @st.composite

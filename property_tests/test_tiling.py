@@ -11,15 +11,14 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.placement import Replicate, Shard, StridedShard, from_placements
 from functional_ckpt.spec.sharding import World
 from functional_ckpt.spec.tiling import (
-    balanced_sizes,
     check_tiling,
     chunked_sizes,
     find_overlap,
     first_gap,
-    grid_boxes,
 )
 from functional_ckpt.testing import laws, model
 from functional_ckpt.testing import strategies as fst
+from functional_ckpt.testing.regions import balanced_sizes, grid_boxes
 
 
 @st.composite

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from functional_ckpt.errors import DuplicateKeyError, SpecError
 from functional_ckpt.spec.tree import (
-    MISSING,
     DictKey,
-    combine,
     flatten,
     is_node,
     key_of,
     map_leaves,
-    partition,
     unflatten,
 )
 from functional_ckpt.testing import strategies as fst
@@ -75,18 +72,6 @@ def test_e1_paths_are_different_and_lead_to_their_leaves(tree):
 def test_e1_tame_trees_have_different_keys(tree):
     keys = [key_of(path) for path, _ in flatten(tree)]
     assert len(set(keys)) == len(keys)
-
-
-@given(TREES, st.integers(0, 2**16))
-def test_e2_combine_inverts_partition(tree, choice):
-    order = {path: i for i, (path, _) in enumerate(flatten(tree))}
-    yes, no = partition(lambda path, _: bool(choice >> order[path] & 1), tree)
-    assert same(combine(yes, no), tree)
-    for half, other in ((yes, no), (no, yes)):
-        held = [path for path, leaf in flatten(half) if leaf is not MISSING]
-        rest = [path for path, leaf in flatten(other) if leaf is not MISSING]
-        assert {*held, *rest} == {*order}
-        assert len(held) + len(rest) == len(order)
 
 
 @given(TREES)

@@ -17,7 +17,7 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store import claim as claims
 from functional_ckpt.store.chunk import update_chunk, write_chunk
-from functional_ckpt.store.claim import ABANDONED, Claim, is_live, state_of
+from functional_ckpt.store.claim import ABANDONED, Claim, state_of
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
@@ -95,7 +95,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(claims.fcntl, "flock", refuse)
     Claim.take(tmp_path / f".{'a' * 16}.{ID}.claim", ID).drop()
     assert sweep(tmp_path) == ()
-    assert is_live(tmp_path / f".{'a' * 16}.{ID}.claim")
+    assert state_of(tmp_path / f".{'a' * 16}.{ID}.claim") == "live"
 
 
 # Ranks that are late

@@ -67,7 +67,7 @@ def test_rm_says_what_it_would_do(capsys, runs):
 
 def foreign(runs):
     (runs / "by-hand" / "meta.pt").write_text("")
-    return runs / "by-hand", "holds what is not part of a checkpoint"
+    return runs / "by-hand", "holds files that are not part of a checkpoint"
 
 
 def pinned(runs):

@@ -1,6 +1,8 @@
 """`show KEY`: what an array holds, of every data type, with one block of it in memory at a time."""
 
 import json
+import logging
+import time
 import tracemalloc
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import functional_ckpt as fc
 from functional_ckpt.cli import content, main
 from functional_ckpt.spec.array import DTYPES
+from functional_ckpt.store import display
 from functional_ckpt.store.encoding import numpy_dtype
 
 FAST = fc.SavePolicy(durability="none")
@@ -168,3 +171,19 @@ def test_show_array_for_people(capsys, stored):
     assert "codecs     zstd:3, crc32c" in out
     assert "chunks     1 of [5, 3], grid [1, 1], exclusive" in out
     assert "values     min 1, max 1, mean 1, std 0\n" in out
+
+
+def test_reading_a_large_array_is_shown(stored, caplog, monkeypatch):
+    monkeypatch.setattr(display, "_LONG_S", 0.05)
+    path = stored(np.zeros(1000))
+
+    def slow(array):
+        time.sleep(0.2)
+        yield np.zeros(1000)
+
+    monkeypatch.setattr(content, "_blocks", slow)
+    with caplog.at_level(logging.INFO, "functional_ckpt"):
+        assert main(["show", str(path), "w"]) == 0
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "reading 'w': read, 15.6 KiB to do"
+    assert "15.6 KiB, " in lines[1]

@@ -14,7 +14,7 @@ import pytest
 
 import functional_ckpt
 from functional_ckpt import SavePolicy, async_save, errors, load, open_checkpoint, save, sweep, verify
-from functional_ckpt.store.claim import Claim, is_live
+from functional_ckpt.store.claim import Claim, state_of
 from functional_ckpt.store.commit import begin
 from functional_ckpt.store.opening import open_store
 
@@ -171,7 +171,7 @@ def test_sweep_removes_exactly_the_leftovers(tmp_path, fast, tree_bytes):
     assert sweep(tmp_path) == tuple(sorted(str(tmp_path / name) for name in dead))
     removed = before - set(tree_bytes(tmp_path))
     assert {name.partition("/")[0] for name in removed} == set(dead)
-    assert is_live(live.path)
+    assert state_of(live.path) == "live"
     live.release()
     assert sweep(tmp_path) == (str(tmp_path / f".{'d' * 16}.{ID}.saving"),)
     assert sweep(tmp_path) == ()

@@ -1,6 +1,7 @@
 """Everything that the documentation shows is run, as `tests.pages` finds it in the pages."""
 
 import inspect
+import os
 import re
 import runpy
 import shutil
@@ -97,7 +98,9 @@ def run(program, folder):
     # A shell function of the command's name, so that the command itself need not be on the path.
     shell = ["bash", "-euc", 'functional-ckpt() { "$0" -m functional_ckpt.cli "$@"; }; . "$1"', sys.executable]
     words = [*(shell if script.suffix == ".sh" else python), str(script)]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    # Hypothesis takes a loaded machine for a slow test, except in CI.
+    variables = {**os.environ, "CI": "true"}
+    return subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_figures_are_drawn_from_the_plans_of_today():

@@ -149,7 +149,7 @@ def test_files_of_others_are_left_alone(tmp_path):
     with Checkpoints(tmp_path, keep=KeepLast(1), policy=FAST) as checkpoints:
         checkpoints.save(1, at(1))
         (tmp_path / "step-00000001/notes.txt").write_text("theirs")
-        with pytest.warns(CheckpointWarning, match=r"step 1 is left as it is.*notes\.txt"):
+        with pytest.warns(CheckpointWarning, match=r"step 1 was not removed.*notes\.txt"):
             save_and_wait(checkpoints, 2)
         checkpoints.save(3, at(3))
         assert checkpoints.steps() == (1, 3)
@@ -162,7 +162,7 @@ def test_files_of_others_are_left_alone(tmp_path):
 def test_a_step_that_cannot_be_read_is_told_and_left(tmp_path):
     Checkpoints(tmp_path, policy=FAST).save(1, at(1))
     (tmp_path / "step-00000001/zarr.json").write_text("{}")
-    with pytest.warns(CheckpointWarning, match="step 1 is left as it is"):
+    with pytest.warns(CheckpointWarning, match="step 1 was not removed"):
         checkpoints = Checkpoints(tmp_path, keep=KeepBest("loss"), policy=FAST)
     for step in (2, 3):
         checkpoints.save(step, at(step), metrics={"loss": -step})

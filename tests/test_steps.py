@@ -106,7 +106,7 @@ def test_a_step_that_holds_files_of_others_stays(foreign, tmp_path):
     put(tmp_path, 1)
     path = tmp_path / "step-00000001" / foreign
     path.mkdir() if foreign.endswith("/") else path.write_text("theirs")
-    with pytest.raises(errors.StorageError, match=r"not part of a checkpoint.*Move that away"):
+    with pytest.raises(errors.StorageError, match=r"not part of a checkpoint.*Move these files"):
         remove_step(tmp_path, 1)
     assert path.exists()
     assert verify(tmp_path / "step-00000001").ok

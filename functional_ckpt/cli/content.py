@@ -1,6 +1,6 @@
 """What an array holds: counts, moments, a histogram and a slice, with one block of it in memory at a time."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite, prod, sqrt
 from typing import Any
 
@@ -16,6 +16,7 @@ __all__ = ["corner", "histogram", "moments", "parse_index", "picked"]
 
 Facts = dict[str, Any]
 Index = tuple[Any, ...]
+OnBytes = Callable[[int], object]
 
 # The corner of the data that `show KEY` prints: first rows and columns, index 0 along all other axes.
 _CORNER_ROWS, _CORNER_COLUMNS = 4, 5
@@ -46,17 +47,17 @@ class _Moments:
         return _Moments(n, self.mean + shift * (m / n), squares)
 
 
-def moments(array: StoredArray) -> Facts:
+def moments(array: StoredArray, each: OnBytes = int) -> Facts:
     """Return how many elements are finite, NaN, infinite and zero, and least, largest, mean and deviation of the first.
 
-    Numbers that overflow, and the order of complex ones, are None.
+    Numbers that overflow, and the order of complex ones, are None. `each` is told the bytes of each block.
     """
     found = _Moments()
     counts = {"nan": 0, "inf": 0, "zeros": 0}
     lows: list[Any] = []
     highs: list[Any] = []
     with np.errstate(over="ignore", invalid="ignore"):
-        for values in _steps(array):
+        for values in _steps(array, each):
             finite = values if _is_exact(array) else values[np.isfinite(values)]
             nan = 0 if _is_exact(array) else int(np.isnan(values).sum())
             counts["nan"] += nan
@@ -82,7 +83,7 @@ def _joined(found: _Moments, finite: Array) -> _Moments:
         return _Moments(found.n + finite.size, complex("nan"), float("nan"))
 
 
-def histogram(array: StoredArray, least: Any, largest: Any) -> Facts | None:
+def histogram(array: StoredArray, least: Any, largest: Any, each: OnBytes = int) -> Facts | None:
     """Return how many of the finite elements lie in each of a few equal intervals; None where nothing is ordered.
 
     The last interval holds its end, the others do not. Few whole numbers have one interval each.
@@ -93,7 +94,7 @@ def histogram(array: StoredArray, least: Any, largest: Any) -> Facts | None:
     bins = largest - least + 1 if whole else _BINS if largest > least else 1
     low, high = (float(least), float(least) + bins) if whole else (float(least), float(largest))
     counts = np.zeros(bins, np.int64)
-    for values in _steps(array):
+    for values in _steps(array, each):
         if whole:  # as float64 large ones would not be
             places = (values.astype(np.uint8) if values.dtype.kind == "b" else values) - least
         else:
@@ -214,10 +215,11 @@ def _text(value: Any) -> str:
     return f"{complex(value):.6g}" if np.iscomplexobj(value) else f"{float(value):.6g}"
 
 
-def _steps(array: StoredArray) -> Iterator[Array]:
+def _steps(array: StoredArray, each: OnBytes) -> Iterator[Array]:
     """Yield all elements, a few at a time: whole numbers as they are, others as float64 or complex128."""
     kind = None if _is_exact(array) else np.complex128 if _is_complex(array) else np.float64
     for block in _blocks(array):
+        each(block.nbytes)
         flat = block.reshape(-1)
         for start in range(0, flat.size, _STEP_ELEMENTS):
             values = flat[start : start + _STEP_ELEMENTS]

@@ -18,6 +18,7 @@ from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
 from functional_ckpt.spec.tree import has_prefix
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.commit import PROVENANCE
+from functional_ckpt.store.display import Count, displayed
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import verify
@@ -141,8 +142,11 @@ def _content(array: StoredArray, index: Index | None) -> Facts:
         return {"summary": None, "corner": None, "value": json.loads(np.asarray(array).tobytes()) if text else None}
     if index is not None:  # first: it may be refused
         chosen = picked(array, index)
-    summary = moments(array)
-    found = {"summary": summary, "histogram": histogram(array, summary["min"], summary["max"])}
+    done: list[int] = []
+    twice = 2 * array.nbytes  # the ends of a histogram are known when all has been read
+    with displayed(f"reading {array.key!r}", lambda: Count("read", sum(done), twice)):
+        summary = moments(array, done.append)
+        found = {"summary": summary, "histogram": histogram(array, summary["min"], summary["max"], done.append)}
     return found | ({"corner": corner(array)} if index is None else {"slice": chosen})
 
 

@@ -193,19 +193,6 @@ class ChunkGrid:
             spans = zip(box.start, box.stop, self.chunk, strict=True)
             yield from product(*(range(lo // c, -(-hi // c)) for lo, hi, c in spans))
 
-    def count_touched(self, box: Box) -> int:
-        """Return how many chunks share a cell with `box`.
-
-        Examples
-        --------
-        >>> ChunkGrid((5,), (2,)).count_touched(Box((1,), (3,)))
-        2
-        """
-        if not box.size:
-            return 0
-        spans = zip(box.start, box.stop, self.chunk, strict=True)
-        return prod(-(-hi // c) - lo // c for lo, hi, c in spans)
-
     def position(self, index: Sequence[int]) -> int:
         """Return the row-major number of chunk `index`."""
         flat = 0

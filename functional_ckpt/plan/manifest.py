@@ -142,7 +142,7 @@ class Manifest:
     timings: Timings | None = attrs.field(default=None, eq=False)
 
     def __repr__(self) -> str:
-        """Return counts and bytes: the entries by the thousand help nobody."""
+        """Return counts and bytes; a manifest may have thousands of entries."""
         return f"Manifest({outline_of(self).summary})"
 
     def _repr_html_(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What a checkpoint contains as a tree: keys split at dots, sums per branch, branches that are alike folded."""
+"""The content of a checkpoint as a tree: keys split at dots, sums per branch, equal branches folded into one."""
 
 import json
 import re
@@ -13,14 +13,14 @@ from functional_ckpt.spec.tree import has_prefix
 
 __all__ = ["Branch", "Leaf", "depth_for", "folded", "natural", "outline", "outline_of"]
 
-#: What lies deeper is one name: nobody nests so deep, but a file may say so.
+#: Deeper levels are shown as one name: real states do not nest so deep, but a crafted file may.
 _DEEPEST = 60
 _NUMBER = re.compile(r"([0-9]+)")
 
 
 @attrs.frozen
 class Leaf:
-    """One key: `what` says in words what is stored under it. An object, a value and a tied key have no parameters."""
+    """One key: `what` describes its stored value. An object, a plain value and a tied key have no parameters."""
 
     key: str
     what: str
@@ -33,10 +33,10 @@ class Leaf:
 
 @attrs.frozen
 class Branch:
-    """All keys that begin alike: `name` is what stands between the dots, `key` the whole beginning; sums over all.
+    """All keys with one prefix: `name` is its last component, `key` the whole prefix; the numbers are sums over them.
 
-    `leaf` is what is stored under the beginning itself. `times` branches were folded into this one, and
-    `kind` is the same number for all branches of one tree that are alike but for their own names.
+    `leaf` is the value stored under the prefix itself. `times` branches were folded into this one, and
+    `kind` is the same number for all branches of one tree that differ only in their own names.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Branch:
 
     @property
     def summary(self) -> str:
-        """All that it holds, in words: how many arrays, parameters, bytes, chunks and values."""
+        """A text with the numbers of arrays, parameters, bytes, chunks and values."""
         stored = f"{size(self.nbytes)} in {count(self.chunks, 'chunk')}"
         facts = [count(self.arrays, "array"), count(self.parameters, "parameter"), stored]
         return ", ".join([*facts, count(self.values, "value")] if self.values else facts)
 
     @property
     def what(self) -> str:
-        """What it holds, in words."""
+        """A text that describes the content."""
         if self.leaf is not None and not self.children:
             return f"{self.times} x {self.leaf.what}" if self.times > 1 else self.leaf.what
         arrays = f"{count(self.arrays, 'array')}: {', '.join(self.dtypes)}" if self.dtypes else ""
@@ -154,7 +154,10 @@ def _branch(name: str, key: str | None, node: _Node, kinds: dict[object, int]) -
     own = leaf or Leaf("", "")
     alike = (leaf and (leaf.what, leaf.nbytes, leaf.chunks), tuple((c.name, c.kind) for c in children))
     return Branch(
-        name, key or "", leaf, children,
+        name,
+        key or "",
+        leaf,
+        children,
         sum(c.arrays for c in children) + own.is_array,
         sum(c.parameters for c in children) + own.parameters,
         sum(c.nbytes for c in children) + own.nbytes,
@@ -162,11 +165,11 @@ def _branch(name: str, key: str | None, node: _Node, kinds: dict[object, int]) -
         sum(c.values for c in children) + (leaf is not None and not own.is_array),
         tuple(sorted({d for c in children for d in c.dtypes} | ({own.dtype} if own.dtype else set()))),
         kinds.setdefault(alike, len(kinds)),
-    )  # fmt: skip
+    )
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts ``2`` before ``10``; a number is as long as its digits, however many.
+    """Return a sort key that orders ``2`` before ``10``, for numbers of any length.
 
     Examples
     --------
@@ -178,7 +181,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def folded(branch: Branch) -> Branch:
-    """Return the tree with numbered branches that are alike as one, such as the layers of a model; sums are of all.
+    """Return the tree with equal numbered branches, such as the layers of a model, folded into one; sums cover all.
 
     Examples
     --------
@@ -207,12 +210,17 @@ def _folded(group: Sequence[Branch]) -> Branch:
 
 
 def _times(branch: Branch, n: int) -> Branch:
-    """Return a branch that stands for `n` that are alike."""
+    """Return a branch that stands for `n` equal ones."""
     return attrs.evolve(
-        branch, children=tuple(_times(child, n) for child in branch.children), arrays=branch.arrays * n,
-        parameters=branch.parameters * n, nbytes=branch.nbytes * n, chunks=branch.chunks * n, values=branch.values * n,
+        branch,
+        children=tuple(_times(child, n) for child in branch.children),
+        arrays=branch.arrays * n,
+        parameters=branch.parameters * n,
+        nbytes=branch.nbytes * n,
+        chunks=branch.chunks * n,
+        values=branch.values * n,
         times=branch.times * n,
-    )  # fmt: skip
+    )
 
 
 def _range(numbers: Sequence[str]) -> str:

@@ -46,7 +46,10 @@ class PlacedGroup:
     @cached_property
     def held(self) -> list[tuple[Ints, Ints]]:
         """The rank's boxes in the order of its shards: start and stop per array; a box may be empty."""
-        return [box for place in self.sharding.mesh.coordinates(self.rank) for box in self._held_at(place)]
+        found: list[tuple[Ints, Ints]] = []
+        for coordinate in self.sharding.mesh.coordinates(self.rank):
+            found += self._held_at(coordinate)
+        return found
 
     def _held_at(self, coordinate: tuple[int, ...]) -> list[tuple[Ints, Ints]]:
         """Return the boxes that belong to one place of the mesh."""

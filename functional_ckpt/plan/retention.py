@@ -1,4 +1,4 @@
-"""Steps of a run as values, and which of them stay: `KeepLast`, `KeepEvery`, `KeepBest`, joined by ``|``."""
+"""Steps of a run as values, and rules that keep some of them: `KeepLast`, `KeepEvery`, `KeepBest`, joined by ``|``."""
 
 import json
 import math
@@ -26,7 +26,7 @@ __all__ = [
     "step_attributes",
 ]
 
-#: The attribute of a checkpoint's root that says which step it is.
+#: The attribute of a checkpoint's root that holds the number and metrics of its step.
 STEP = "functional_ckpt_step"
 
 _BY_STEP = attrgetter("step")
@@ -44,7 +44,7 @@ def _text(attributes: Mapping[str, Any] | str) -> str:
 
 @attrs.frozen
 class StepInfo:
-    """A committed step: `time` in seconds since 1970, `nbytes` of its elements; None where the checkpoint says nothing.
+    """A committed step: `time` in seconds since 1970, `nbytes` of its elements; None if the checkpoint lacks them.
 
     Examples
     --------
@@ -76,9 +76,9 @@ class StepInfo:
 
 @runtime_checkable
 class Keep(Protocol):
-    """A rule of retention: which of these steps, ascending, it keeps. The latest stays whatever a rule says.
+    """A rule of retention: which of the given steps, ascending, it keeps. The latest step is always kept.
 
-    What is kept must not depend on steps that are not, so that a removal which was cut short can be done again.
+    The result must not depend on steps that are not kept, so that an interrupted removal can be repeated.
     """
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
@@ -87,7 +87,7 @@ class Keep(Protocol):
 
 @attrs.frozen
 class KeepAny:
-    """Keeps what any of `rules` keeps.
+    """Keeps the steps that any of `rules` keeps.
 
     Examples
     --------
@@ -195,9 +195,9 @@ def _value(info: StepInfo, metric: str) -> float:
 
 
 def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
-    """Return which of these committed steps go, in the order in which they are removed: ascending.
+    """Return the committed steps to remove, in the order of removal: ascending.
 
-    The latest step stays, pinned ones do, and what `keep` keeps; None keeps everything.
+    The latest step, pinned steps, and the steps that `keep` keeps are not removed; None keeps everything.
 
     Examples
     --------
@@ -237,7 +237,7 @@ def best_of(steps: Sequence[StepInfo], metric: str, mode: Mode = "min") -> int |
 
 
 def step_attributes(step: int, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the attribute that says which step a checkpoint is; numbers that JSON lacks are text there.
+    """Return the attribute with the number and metrics of a step; numbers that JSON lacks are text in it.
 
     Raises
     ------
@@ -263,7 +263,7 @@ def _number(name: object, value: Any) -> float:
     if number is None or not isinstance(name, str):
         found = f"{short_repr(name)}: {short_repr(value)}"
         raise PolicyError(
-            "a metric is a number with a name",
+            "a metric must be a number with a name",
             expected="a name and a number",
             found=found,
             remedy="Pass other facts as attributes",
@@ -272,7 +272,7 @@ def _number(name: object, value: Any) -> float:
 
 
 def metrics_of(attributes: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that the attributes of a checkpoint's root tell; none if it was not saved as a step.
+    """Return the metrics in the attributes of a checkpoint's root; none if it was not saved as a step.
 
     Examples
     --------
@@ -286,5 +286,5 @@ def metrics_of(attributes: Mapping[str, Any]) -> dict[str, float]:
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError):
-            continue  # another hand wrote it: no metric of ours
+            continue  # not written by a save: ignored
     return found

@@ -1,1 +1,1 @@
-"""What conducts a save and a load: capture, agree, plan, stage, write, publish; open, plan, read, fill."""
+"""The steps of a save (capture, agree, plan, stage, write, publish) and of a load (open, plan, agree, read, fill)."""

@@ -40,7 +40,7 @@ def check_load(like: object, path: object, policy: object, progress: object) -> 
 
 
 def check_policy(owner: object, policy: object, kind: type[SavePolicy] | type[LoadPolicy]) -> None:
-    """Raise `PolicyError` unless `policy` is of `kind`; `owner` is who takes it, or the name of a function.
+    """Raise `PolicyError` unless `policy` is of `kind`; `owner` is the object, or the name of the function, to name.
 
     Examples
     --------
@@ -51,7 +51,7 @@ def check_policy(owner: object, policy: object, kind: type[SavePolicy] | type[Lo
 
 
 def check_flag(owner: object, name: str, value: object) -> None:
-    """Raise `PolicyError` unless the argument `name` is True or False: ``"no"`` is true, and nobody means that.
+    """Raise `PolicyError` unless the argument `name` is True or False: a text such as ``"no"`` would count as true.
 
     Examples
     --------

@@ -39,7 +39,7 @@ _EACH_RANKS_OWN = ("durability", "budget_nbytes", "timeout_s")
 
 @attrs.frozen(eq=False)
 class Captured:
-    """What a rank holds: what all ranks may hold alike, its `own` part, and the buffers of both, in order of leaves.
+    """The state of a rank: the part that all ranks may have in common, its `own` part, and the buffers of both.
 
     `counts` are the numbers of buffers behind the leaves, those of `common` first.
     """
@@ -69,7 +69,7 @@ def capture(
 
 
 class Describer:
-    """Collects the leaves of one rank for one save, whatever they come from; `captured` returns them.
+    """Collects the leaves of one rank for one save, of a tree or of DCP's items; `captured` returns them.
 
     With `compares` copies of plain tensors get digests, which all ranks compare. `members` are the numbers by which
     meshes know the ranks of the group. An array may be added region by region; equal identities become a tie.
@@ -91,7 +91,7 @@ class Describer:
             return function(*arguments)
         except CheckpointError as error:
             self._problems.append(error)
-        except Exception as error:  # a tensor subclass or an object's pickling can raise anything
+        except Exception as error:  # a tensor subclass, or pickling an object, can raise any exception
             found = f"{type(error).__name__}: {error}"
             self._problems.append(UnsupportedLeafError("a leaf cannot be described", key, found=found))
         return None
@@ -244,12 +244,12 @@ def _attributes_text(attributes: Mapping[str, Any]) -> str:
             remedy="Pass text, finite numbers, None, lists and dicts of them",
         ) from None
     if "functional_ckpt" in attributes:
-        raise SpecError("functional_ckpt keeps this attribute for itself", "functional_ckpt", remedy="Rename yours")
+        raise SpecError("this attribute is reserved for functional_ckpt", "functional_ckpt", remedy="Rename it")
     return text
 
 
 def policy_text(policy: SavePolicy, overwrite: bool) -> str:
-    """Return what all ranks must want alike: all but what is each rank's own.
+    """Return the part of a policy that must be equal on all ranks.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`Checkpoint`: an open checkpoint as a mapping of lazy arrays, for looking inside and for loading without ranks."""
+"""`Checkpoint`: an open checkpoint as a mapping of lazy arrays, for inspection and for loading in one process."""
 
 import importlib
 import json
@@ -162,7 +162,7 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     @property
     def manifest(self) -> Manifest:
-        """What it contains."""
+        """The manifest."""
         return self._opened.manifest
 
     @property
@@ -213,7 +213,9 @@ class Checkpoint(Mapping[str, StoredArray]):
             refuse_colliding(item.value for path, _ in leaves for item in path if isinstance(item, DictKey))
             return unflatten((_by_rank(path), leaf) for path, leaf in leaves)
         except (ValueError, RecursionError) as error:
-            raise CorruptionError("the paths of the manifest make no tree", path=self.url, found=str(error)) from None
+            raise CorruptionError(
+                "the paths of the manifest do not form a tree", path=self.url, found=str(error)
+            ) from None
 
     def state(self, framework: Framework = "numpy", safe_globals: Any = ()) -> Any:
         """Return the whole nested state, unsharded, as numpy arrays or (``framework="torch"``) CPU tensors.
@@ -253,8 +255,8 @@ class Checkpoint(Mapping[str, StoredArray]):
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a committed checkpoint; reads its manifest only.
 
-    On a file system its directory is kept open until nobody refers to the result or its arrays any more, so that no
-    other checkpoint is read in its stead.
+    On a file system its directory is kept open until the last reference to the result or its arrays is gone, so that a
+    checkpoint which replaces it later is never read.
 
     Parameters
     ----------
@@ -264,7 +266,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises
     ------
     NotACheckpointError, CorruptionError
-        If there is none, or its manifest is not the one that was committed.
+        If there is no checkpoint, or its manifest is not the one that was committed.
 
     Examples
     --------

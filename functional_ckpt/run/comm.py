@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Gather(Protocol):
-    """What planning needs of a group of processes: who I am, how many we are, and an exchange of values.
+    """A group of processes: the rank of this process, their number, and an exchange of values.
 
     `all_gather` is called by all ranks in the same order and returns the values of all ranks in rank order. It
     raises when a peer has died or does not answer in time.
@@ -85,7 +85,7 @@ class GatherOnly:
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """What a thread holds during a call of several steps."""
+        """The lock that a thread holds during a call of several steps."""
         return turn_of(self.gather)
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -94,7 +94,7 @@ class GatherOnly:
 
 
 def turn_of(gather: Gather) -> AbstractContextManager[Any]:
-    """Return what a thread holds during a call of several steps, if threads of this rank must take turns.
+    """Return the lock that a thread holds during a call of several steps, if threads of this rank must take turns.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def turn_of(gather: Gather) -> AbstractContextManager[Any]:
 
 
 def lane_of(gather: Gather) -> object:
-    """Return what calls that must follow one another have in common: None for a process alone.
+    """Return an object that is the same for calls which must follow one another; None for a process alone.
 
     Examples
     --------
@@ -120,7 +120,7 @@ def lane_of(gather: Gather) -> object:
 def agree(gather: Gather, function: Callable[[], T]) -> T:
     """Run `function` on every rank and return this rank's result; if any rank fails, every rank raises.
 
-    Only problems travel, unlike with `together`.
+    Ranks exchange only problems; `together` also exchanges the results.
 
     Examples
     --------
@@ -170,7 +170,7 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
             "the group of ranks broke while they agreed or exchanged data",
             rank=gather.rank,
             found=str(error),
-            remedy="A peer died or did not answer within the policy's timeout_s",
+            remedy="A rank died or did not answer within the policy's timeout_s",
         ) from (cause or error)
     if cause is not None and (gather.size == 1 or not isinstance(cause, Exception)):
         _raise_own(cause)
@@ -179,7 +179,7 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
 
 
 def _raise_own(cause: BaseException) -> NoReturn:
-    """Raise what this rank has raised, to nobody else; only errors of the operating system are ours to explain."""
+    """Raise the error of a process alone; only errors of the operating system are wrapped."""
     if isinstance(cause, OSError):
         raise _portable(cause)[0] from cause
     raise cause

@@ -1,4 +1,4 @@
-"""`Keeper`: what the ranks of a run agree on: which steps there are, and the one save that is in flight."""
+"""`Keeper`: the steps of a run, and the one save in flight, on which all ranks agree."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @attrs.frozen(eq=False)
 class Flight:
-    """A save in the background, and what it is known by once it is published."""
+    """A save in the background, and the entry of its step once it is published."""
 
     info: StepInfo
     pending: PendingSave
@@ -47,7 +47,7 @@ class Keeper:
         self.rank, self.size = first.rank, first.size
 
     def meet(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Let all ranks do `work`, and learn from rank 0 which steps are there."""
+        """Run `work` on all ranks, and get the list of steps from rank 0."""
         gather = self._gather(what)
         with turn_of(gather):
             found = together(gather, lambda: (work(), () if gather.rank or gather.size == 1 else self.shelf.steps))
@@ -58,7 +58,7 @@ class Keeper:
         return [result for result, _ in found]
 
     def on_first(self, what: str, work: Callable[[], None]) -> None:
-        """Let rank 0 do `work`, once nothing is in flight any more."""
+        """Run `work` on rank 0, after the save in flight."""
 
         def settled() -> None:
             self.settle()
@@ -102,7 +102,7 @@ class Keeper:
                                     remedy="Call wait() first, or pass SavePolicy(in_flight='wait')")  # fmt: skip
 
     def settle(self) -> None:
-        """Wait for the save in flight, and raise its failure unless somebody was told."""
+        """Wait for the save in flight, and raise its failure unless it was raised before."""
         if self.flight is None:
             return
         manifest, info = self.flight.pending.settle(), self.flight.info
@@ -111,7 +111,7 @@ class Keeper:
             self.committed(info, manifest)
 
     def committed(self, info: StepInfo, manifest: Manifest) -> None:
-        """Note a step that was committed; rank 0 removes what the rules let go then."""
+        """Record a committed step; rank 0 then removes the steps that the rules do not keep."""
         self.shelf.add(attrs.evolve(info, time=time.time(), nbytes=manifest.nbytes))
         if self.rank == 0:
             self.shelf.prune()

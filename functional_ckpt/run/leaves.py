@@ -109,7 +109,7 @@ class LeafAdapter(Protocol):
         """Describe a leaf that is loaded; allocates where it has no memory."""
 
     def blueprint(self, leaf: Any) -> Hashable | None:
-        """Return what a leaf without memory asks to be allocated; equal for equal requests. None if it has memory."""
+        """Return a description of the memory that a leaf without memory needs, equal for equal leaves, else None."""
 
     def empty(self, leaf: Any, spec: ArraySpec) -> Any:
         """Return a new leaf of the family of `leaf`, with the shape and data type of `spec`."""
@@ -132,8 +132,8 @@ class NumpyLeaves:
             return _local_shards(key, leaf)
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap):
             raise UnsupportedLeafError(
-                "a subclass of numpy.ndarray would lose what it adds", key, found=type(leaf).__name__,
-                remedy="Save numpy.asarray of it",
+                "a subclass of numpy.ndarray cannot be saved", key, found=type(leaf).__name__,
+                remedy="Save numpy.asarray(...) of it",
             )  # fmt: skip
         return _whole(key, np.asarray(leaf), _identity(leaf))
 

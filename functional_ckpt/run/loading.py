@@ -103,7 +103,7 @@ def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker
 
 @attrs.frozen(eq=False)
 class _Request:
-    """What a rank tells the others before a load: of its keys, and with `read_once` what it wants to read."""
+    """What a rank sends to the others before a load: its keys, and with `read_once` the pieces that it wants."""
 
     keys: Told
     wanted: Pieces | None
@@ -112,7 +112,7 @@ class _Request:
 
 @attrs.frozen(eq=False)
 class _Deferred:
-    """Stands in the tree for a leaf that exists once the bytes are read."""
+    """A placeholder in the tree for a leaf that exists once the bytes are read."""
 
     result: Callable[[], Any]
 
@@ -135,7 +135,7 @@ class _Loader:
     def seek(self, like: Any) -> Any:
         """Return `like` with every leaf replaced: by its value, or by a `_Deferred` for arrays.
 
-        Leaves for which nothing fitting is stored stay; `check` reports them together with all other problems.
+        Leaves without a matching stored value stay; `check` reports them together with all other problems.
         """
         return map_leaves(self._leaf, like)
 
@@ -178,7 +178,9 @@ class _Loader:
         wanted = [request.wanted for request in requests if request.wanted is not None]
         if len(wanted) < len(requests):
             if wanted:
-                raise SpecError("some ranks read once and others do not", expected="one LoadPolicy on all ranks")
+                raise SpecError(
+                    "read_once differs between ranks", expected="one value", remedy="Pass one LoadPolicy on all ranks"
+                )
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)
@@ -224,12 +226,12 @@ class _Loader:
         if entry is not None and entry.codec is not None:
             if adapter is not None:
                 raise SpecError("the checkpoint has an object, `like` an array", key,
-                                remedy="Put any plain value there in `like`")  # fmt: skip
+                                remedy="Put any plain value in its place in `like`")  # fmt: skip
             return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
                 raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
-                                remedy="Put any plain value there in `like`")  # fmt: skip
+                                remedy="Put any plain value in its place in `like`")  # fmt: skip
             return decode_text(key, self._values[key].text)
         if entry is None:
             return self._unstored_leaf(key, leaf)
@@ -242,7 +244,7 @@ class _Loader:
                 key,
                 shape=entry.spec.shape,
                 found=type(leaf).__name__,
-                remedy="Put a tensor, an array or an ArraySpec there in `like`",
+                remedy="Put a tensor, an array or an ArraySpec in its place in `like`",
             )
         return self._array_leaf(key, entry, leaf, adapter)
 
@@ -286,11 +288,11 @@ class _Loader:
             self.keys.use_below(key)
             if key in self._per_rank:
                 raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
-                                remedy="Put a PerRank(...) there in `like`")  # fmt: skip
+                                remedy="Put a PerRank(...) in its place in `like`")  # fmt: skip
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
             raise SpecError(
                 "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
-                remedy=f"Put {what} there in `like`, or read all as it is stored with open_checkpoint(path).state()",
+                remedy=f"Put {what} in its place in `like`, or read all with open_checkpoint(path).state()",
             )  # fmt: skip
         return leaf
 
@@ -301,7 +303,7 @@ class _Loader:
             if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
                 self.keys.use_below(key)
                 raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
-                                remedy="Put the value itself there in `like`, not a PerRank")  # fmt: skip
+                                remedy="Put the value itself in its place in `like`, not a PerRank")  # fmt: skip
             self.keys.miss(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")
@@ -325,7 +327,7 @@ class _Loader:
             key,
             expected=before,
             found=after,
-            remedy="Pass LoadPolicy(per_rank='first') or a function that deals them out",
+            remedy="Pass LoadPolicy(per_rank='first') or a function that picks a value for each rank",
         )
 
     def _rank_value(self, key: str, rank: int, like: Any) -> Any:

@@ -26,18 +26,18 @@ def object_bytes(key: str, value: Any) -> Array:
     Raises
     ------
     ObjectCodecError
-        If torch is not installed or cannot serialise the object.
+        If torch is not installed or cannot pickle the object.
     """
     return _codec(key).dump(key, value)  # type: ignore[no-any-return]
 
 
 def trust_needed(key: str, data: Array) -> tuple[str, ...]:
-    """Return the names of classes and functions that somebody has to allow before these bytes of an object load.
+    """Return the names of classes and functions that a caller must allow to load this object.
 
     Raises
     ------
     UnsupportedLeafError
-        If the object holds a `PerRank`, of which one rank's value would be left.
+        If the object holds a `PerRank`: only the value of one rank would be saved.
     """
     needed = _refused_classes(key, data, ())
     _codec(key).refuse_per_rank(key, needed)
@@ -59,7 +59,7 @@ def object_from_bytes(key: str, data: Array, safe_globals: Iterable[Any] | str) 
 
 
 class ObjectReader:
-    """Reads stored objects. Those that need classes which are not allowed are left out, to be named all at once."""
+    """Reads stored objects. Those that need classes which are not allowed are skipped; `problem` names all of them."""
 
     def __init__(self, store: Store, safe_globals: Iterable[Any] | str) -> None:
         self.store, self.safe_globals = store, safe_globals
@@ -91,7 +91,7 @@ class ObjectReader:
 
 
 def warn_of_trust(needed: Mapping[str, tuple[str, ...]]) -> None:
-    """Warn of objects that were saved but load only if somebody trusts their classes; `needed` has them by key.
+    """Warn of saved objects that load only if the caller allows their classes; `needed` has the classes by key.
 
     Examples
     --------

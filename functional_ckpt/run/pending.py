@@ -31,9 +31,9 @@ _LOGGER = logging.getLogger("functional_ckpt")
 
 
 class PendingSave:
-    """A running save. Dropping it changes nothing: the save publishes by itself, or fails on all ranks.
+    """A running save. Dropping this object changes nothing: the save publishes by itself, or fails on all ranks.
 
-    A failure that nobody asks for is logged, and raised by the next save; at exit it is a warning.
+    If `result` is not called, a failure is logged and raised by the next save; at exit it becomes a warning.
 
     Examples
     --------
@@ -75,7 +75,7 @@ class PendingSave:
         Raises
         ------
         CheckpointError
-            If it failed and nobody has asked yet.
+            If it failed and the failure was not raised before.
         """
         wait([self._future])
         return None if self._is_told and self._future.exception() is not None else self.result()
@@ -91,7 +91,7 @@ class PendingSave:
 
 @attrs.frozen(eq=False)
 class _Job:
-    """A save to run, and who wants to know of it."""
+    """A save to run, and its future and `PendingSave`."""
 
     function: Callable[[], Manifest]
     future: "Future[Manifest]"
@@ -107,7 +107,7 @@ class _Job:
                 _LOGGER.exception("a save in the background failed")
                 _FAILED[self.future] = self.pending
             for each in (error, error.__cause__, error.__context__):
-                if each is not None:  # the frames hold the copy of the state
+                if each is not None:  # the frames of the traceback refer to the copy of the state
                     traceback.clear_frames(each.__traceback__)
             self.future.set_exception(error)
         else:
@@ -117,9 +117,9 @@ class _Job:
 def start(function: Callable[[], Manifest], tracker: Tracker, lane: object = None) -> PendingSave:
     """Run `function` in the background, after all that were started before it on its `lane`: ranks agree on the order.
 
-    Lanes have threads of their own, so that no rank waits in one for another that waits in the other. A thread ends
-    with its last save: nothing is left to stop at exit, or to be missed in a forked child. Where no thread can be had,
-    at exit or at the system's limit, the save is done when this returns.
+    Each lane has its own thread, so that ranks which start saves of two lanes in different orders do not deadlock. A
+    thread ends with its last save, so that no thread has to be stopped at exit or is missing in a forked child. If no
+    thread can be started, at exit or at the system's limit, the save is done when this returns.
     """
     future: Future[Manifest] = Future()
     pending = PendingSave(future, tracker)
@@ -166,12 +166,12 @@ def _running() -> list["Future[Manifest]"]:
 
 
 def raise_dropped() -> None:
-    """Raise what earlier saves in the background have failed of, unless somebody has asked or still can.
+    """Raise the failures of earlier saves in the background whose `PendingSave` was dropped without a `result`.
 
     Raises
     ------
     CheckpointError
-        All of it, once.
+        All of these failures, once.
     """
     dropped = [future for future, pending in [*_FAILED.items()] if pending() is None]
     errors = [future.exception() for future in dropped if _FAILED.pop(future, None) is not None]
@@ -182,7 +182,7 @@ def raise_dropped() -> None:
 
 
 def _dated(error: CheckpointError) -> CheckpointError:
-    """Return an error that says that it is not of this save."""
+    """Return the error with a text that attributes it to an earlier save."""
     if not isinstance(error, ProblemError):
         return error
     return changed(error, what=f"an earlier async_save has failed: {error.what}")
@@ -220,7 +220,7 @@ _LOCK = threading.Lock()
 _HERE = threading.local()
 #: Saves that run or wait, by the number of their lane.
 _QUEUES: dict[int, deque[_Job]] = {}
-#: Saves that have failed, until somebody asks.
+#: Saves that have failed, until their failure is raised.
 _FAILED: "dict[Future[Manifest], weakref.ref[PendingSave]]" = {}
 os.register_at_fork(after_in_child=_forget)
 atexit.register(_warn)

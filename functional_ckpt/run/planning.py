@@ -1,4 +1,4 @@
-"""How the ranks of a save come to one plan: alone, from memory, or by gathering what they hold."""
+"""How the ranks of a save agree on a plan: each plans alone, or they use a cached plan, or they gather their specs."""
 
 import pickle
 from collections import OrderedDict
@@ -35,7 +35,7 @@ from functional_ckpt.store.opening import open_store
 
 __all__ = ["Plan", "PlanMemory", "Planner", "decode_state", "encode_state", "plan_alone", "plan_gathered"]
 
-#: Plans kept in a memory: a training loop saves one or two kinds of state.
+#: Plans in a cache: a training loop saves one or two kinds of state.
 _KEPT = 8
 
 
@@ -52,10 +52,10 @@ class Plan:
 
 
 class PlanMemory:
-    """The last plans of this process: for each basis the world that it was part of, and the plan made for that world.
+    """A cache of plans: for each basis the world that it was part of, and the plan made for that world.
 
-    A basis is known by the fingerprint of everything that a rank brings to a plan, a world by those of all ranks, so
-    that a plan found here is the one that would be made now. Threads may share a memory.
+    The key of a basis is the fingerprint of all inputs of a rank to a plan, that of a world the fingerprints of all
+    ranks, so that a cached plan equals a new one. Threads may share a cache.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class PlanMemory:
         self._lock = Lock()
 
     def find(self, basis: bytes) -> tuple[bytes, Plan] | None:
-        """Return the world in which this rank last brought the same, and the plan for it."""
+        """Return the last world with this basis, and the plan for it."""
         with self._lock:
             return self._plans.get(basis)
 
     def keep(self, basis: bytes, world: bytes, plan: Plan) -> None:
-        """Remember a plan, and forget the oldest."""
+        """Add a plan, and drop the oldest."""
         with self._lock:
             self._plans[basis] = world, plan
             self._plans.move_to_end(basis)
@@ -77,13 +77,13 @@ class PlanMemory:
 
 
 class Planner:
-    """One save's way to a plan. Every rank makes the same decisions, from what all ranks have said."""
+    """Finds the plan of one save. Every rank makes the same decisions, from the proposals of all ranks."""
 
     def __init__(self, path: str | Path, policy: SavePolicy, gather: Gather, memory: PlanMemory) -> None:
         self.path, self.policy, self.gather, self.memory = path, policy, gather, memory
 
     def agree(self, describe: Callable[[], Captured]) -> tuple[Plan, Captured]:
-        """Describe this rank's state, come to a plan with all ranks, and return both.
+        """Describe this rank's state, agree on a plan with all ranks, and return both.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class Planner:
         mine, (basis, known) = described[0], brought[0]
         budget = min(proposal.budget_nbytes for proposal in proposals)
         world = world_digest(proposals, budget)
-        # One that has forgotten makes all plan anew: else it would wait for others that do not come.
+        # If one rank lacks the cached plan, all plan anew: otherwise it would wait for specs that no rank sends.
         remembered = known[1] if known and all(proposal.planned == world for proposal in proposals) else None
         shardings = None if remembered else known_shardings(basis, proposals)
         parts = self._told(mine.common, proposals, remembered is None and shardings is None)
@@ -126,7 +126,7 @@ class Planner:
         )  # fmt: skip
 
     def _told(self, mine: LocalState, proposals: Sequence[Proposal], needs_specs: bool) -> list[Part]:
-        """Return what this rank needs of the states of all: gathered, as far as it is not the same on all ranks."""
+        """Return the parts of all ranks' states that this rank needs; parts that differ between ranks are gathered."""
         if not needs_specs and contents_agree(proposals):
             return [(self.gather.rank, mine), *_owns(proposals)]
         wanted = mine.with_table(self.gather.rank) if needs_specs else mine.contents()
@@ -226,7 +226,7 @@ def encode_state(state: LocalState) -> tuple[bytes, ShardRows | None]:
 def decode_state(described: bytes, rows: ShardRows | None, known: dict[bytes, tuple[LocalState, Any]]) -> LocalState:
     """Return a state that `encode_state` described; equal descriptions become one object, which `known` remembers."""
     if described not in known:
-        known[described] = pickle.loads(described)  # noqa: S301 - from our own ranks, never from storage
+        known[described] = pickle.loads(described)  # noqa: S301 - from ranks of this group, never from storage
     state, table = known[described]
     if rows is None:
         return state

@@ -38,7 +38,7 @@ class Progress:
 
 
 class Tracker:
-    """Counts bytes from several threads, tells a callback, times phases, and stops the work when cancelled.
+    """Counts bytes from several threads, calls a callback, times phases, and stops the work when cancelled.
 
     The thread that conducts the work enters phases. A phase within another, such as waiting for other ranks, takes its
     time from that.

@@ -1,6 +1,6 @@
 """A save, step by step: capture, agree, plan, begin, write, publish. `api` calls it now or in the background.
 
-Every step runs on all ranks through `together`, so that one rank's failure is everybody's and nobody waits.
+Every step runs on all ranks through `together`, so that the failure of one rank is raised on all and none hangs.
 """
 
 import platform
@@ -64,7 +64,7 @@ __all__ = [
 
 # Above this many files one flush of the file system costs less than a sync of each (docs/adr).
 _MANY_FILES = 256
-# In place of what this rank does not write, so that a save in the background keeps no hold on it.
+# Replaces buffers that this rank does not write, so that a save in the background does not keep them alive.
 _NOTHING = HostBuffer(np.empty(0, np.uint8))
 
 
@@ -89,9 +89,9 @@ def prepare_captured(
     overwrite: bool,
     memory: PlanMemory,
 ) -> Prepared:
-    """Agree with all ranks on the save of what `describe` describes, and create the place to write to.
+    """Agree with all ranks on the save of the state that `describe` returns, and create the place to write to.
 
-    Nothing is written yet. Plans come from `memory` and go there.
+    No data are written yet. `memory` caches plans.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def prepare_captured(
 
 
 def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
-    """Raise for a prefix of the policy that no key of any rank has; all ranks know all keys."""
+    """Raise for a prefix of the policy that matches no key of any rank; all ranks know all keys."""
     prefixes = [prefix for prefix, _ in policy.layout.codecs]
     if prefixes:
         keys = [array.spec.key for array in plan.arrays]
@@ -153,7 +153,7 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
 
 @attrs.frozen(eq=False)
 class Written:
-    """A save whose every chunk is in storage, and that nobody sees yet; `checked_s` is before any rank began to wait.
+    """A save whose chunks are all in storage, not published yet; `checked_s` is a time before any rank began to wait.
 
     `checked_s` is on the clock of ``time.monotonic``.
     """
@@ -177,13 +177,13 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
     publish_written(written)
     try:
         tracker.enter("done")
-    except Exception as error:  # the caller's callback; the checkpoint stands on all ranks all the same
+    except Exception as error:  # the caller's callback; the checkpoint is published on all ranks all the same
         warnings.warn(f"the progress callback failed after the save: {error!r}", CheckpointWarning, stacklevel=3)
     return attrs.evolve(written.manifest, timings=tracker.timings)
 
 
 def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
-    """Write this rank's part and collect the others' receipts; on failure what was written is removed."""
+    """Write this rank's part and collect the others' receipts; on failure the written files are removed."""
     gather, plan, mine = prepared.gather, prepared.plan, prepared.plan.mine
     with abandoning(prepared):
         guard = prepared.site.claim_path() if prepared.site.mode == "marker" else None
@@ -223,12 +223,12 @@ def publish_written(written: Written) -> Manifest:
     Raises
     ------
     CheckpointError
-        On every rank, if it cannot be published; what was written is removed then.
+        On every rank, if it cannot be published; the written files are removed then.
 
     Warns
     -----
     CheckpointWarning
-        On every rank, if it is published, and something that follows could not be done.
+        On every rank, if it is published, but a later step failed.
     """
     with abandoning(written.prepared):
         problems = _publish(written)
@@ -238,15 +238,15 @@ def publish_written(written: Written) -> Manifest:
 
 
 def publish_alone(written: Written) -> Manifest:
-    """Publish from rank 0 alone, which was told by other means that all ranks have written; the others do not wait."""
+    """Publish from rank 0 alone, if it knows by other means that all ranks have written; the others do not wait."""
     return publish_written(attrs.evolve(written, prepared=attrs.evolve(written.prepared, gather=LocalGather())))
 
 
 def abandon_written(written: Written) -> None:
-    """Remove on rank 0 what was written for a save that is not to be published."""
+    """Remove on rank 0 the files of a save that will not be published."""
     if written.prepared.gather.rank == 0:
         for problem in abandon(written.prepared.site, written.prepared.claim):
-            warnings.warn(f"a save was given up, and {problem}", CheckpointWarning, stacklevel=2)
+            warnings.warn(f"a save was abandoned, and {problem}", CheckpointWarning, stacklevel=2)
 
 
 def _checked(written: Written, tracker: Tracker) -> Written:
@@ -255,14 +255,14 @@ def _checked(written: Written, tracker: Tracker) -> Written:
     tracker.enter("publish")
     if tracker.cancelled.is_set():
         raise SaveCancelledError("the save was cancelled")
-    # Each rank looks for what its neighbour wrote: no rank looks at everything, and none at its own only.
-    # Alone, too: what was written may have been swept away.
+    # Each rank checks the files of its neighbour: no rank checks all files, and none only its own.
+    # A process alone checks too: a sweep may have removed its files.
     _check_presence(written.store, written.manifest, written.receipts[(gather.rank + 1) % gather.size])
     return attrs.evolve(written, checked_s=time.monotonic())
 
 
 def _publish(written: Written) -> tuple[str, ...]:
-    """Let rank 0 publish, unless it takes too long; return what could not be done after that, in words."""
+    """Let rank 0 publish, unless it takes too long; return failures after that as text."""
     prepared = written.prepared
     gather, claim, timeout_s = prepared.gather, prepared.claim, prepared.policy.timeout_s
     published: list[tuple[str, ...]] = []
@@ -270,10 +270,10 @@ def _publish(written: Written) -> tuple[str, ...]:
     def confirm() -> None:
         if claim is not None and not claim.is_held():
             raise StorageError(
-                "the claim of this save was removed while it ran, and with it maybe what was written",
-                path=prepared.site.url, remedy="Save again; do not sweep where locks of other machines are not seen",
+                "the claim of this save was removed while it ran, and perhaps its files too",
+                path=prepared.site.url, remedy="Save again; sweep only where its file locks are visible",
             )  # fmt: skip
-        # The others have given up by then and said that the save failed.
+        # The other ranks have given up by then and raised that the save failed.
         if gather.size > 1 and time.monotonic() > written.checked_s + timeout_s:
             raise StorageError(
                 "rank 0 took longer to publish than the other ranks wait", path=prepared.site.url,
@@ -297,12 +297,12 @@ def _publish(written: Written) -> tuple[str, ...]:
     except CheckpointError as error:
         if not published:
             raise
-        return (*published[0], f"not all other ranks could be told ({error})")
+        return (*published[0], f"not all other ranks received that ({error})")
 
 
 @contextmanager
 def abandoning(prepared: Prepared) -> Iterator[None]:
-    """Remove on rank 0 what a failing save has written."""
+    """Remove on rank 0 the files of a save that fails."""
     try:
         yield
     except BaseException as error:
@@ -312,7 +312,7 @@ def abandoning(prepared: Prepared) -> Iterator[None]:
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Tell whether other ranks may not know of the failure, and go on."""
+    """Tell whether other ranks may not know of the failure, and go on writing."""
     if isinstance(error, CheckpointErrors):
         return any(map(_is_broken, error.exceptions))
     return not isinstance(error, CheckpointError) or isinstance(error, RankFailedError)
@@ -362,7 +362,7 @@ def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except (PackageNotFoundError, OSError):  # no save fails for that
+    except (PackageNotFoundError, OSError):  # a save does not fail for that
         return None
 
 

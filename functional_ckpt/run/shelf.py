@@ -1,4 +1,4 @@
-"""`Shelf`: the steps below a directory as one process knows them, and removals that go on in a thread."""
+"""`Shelf`: the steps below a directory that one process knows, and their removal in a thread."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ __all__ = ["Shelf"]
 
 
 class Shelf:
-    """Which steps are there, and what is known of them without looking again.
+    """The known steps below a directory, with their cached facts.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class Shelf:
         return tuple(self._infos)
 
     def look(self) -> None:
-        """See which steps are there; their metrics are read where `keep` asks for them and they are not known."""
+        """List the steps in storage; read metrics that `keep` needs and that are not known yet."""
         reads = needs_metrics(self.keep)
         found = {step: pinned for step, pinned in find_steps(self.root).items() if step not in self._going}
         infos = {step: (self._known(step, reads), pinned) for step, pinned in found.items()}
@@ -60,7 +60,7 @@ class Shelf:
         return StepInfo(step, step_path(self.root, step))
 
     def learn(self, steps: Iterable[int]) -> None:
-        """Take from another rank which steps are there."""
+        """Replace the steps by the list of another rank."""
         self._infos = {step: self._infos.get(step) or self._bare(step) for step in steps}
 
     def add(self, info: StepInfo) -> None:
@@ -72,11 +72,11 @@ class Shelf:
             self._infos = dict(sorted(self._infos.items()))
 
     def prune(self) -> None:
-        """Let go of the steps that the rules do not keep; their files are removed in a thread, in order."""
+        """Drop the steps that the rules do not keep; a thread removes their files, in order."""
         infos = [info for step, info in self._infos.items() if step not in self._left]
         gone: list[int] = []
         for step in doomed(infos, self.keep):
-            if is_pinned(self.root, step):  # by somebody else, since we looked
+            if is_pinned(self.root, step):  # by another process, since `look`
                 self._infos[step] = attrs.evolve(self._infos[step], pinned=True)
             else:
                 gone.append(step)
@@ -97,7 +97,7 @@ class Shelf:
         for step in steps:
             try:
                 remove_step(self.root, step)
-            except NotACheckpointError:  # somebody else was faster
+            except NotACheckpointError:  # another process was faster
                 pass
             except CheckpointError as error:
                 self._leave(step, error)
@@ -106,7 +106,7 @@ class Shelf:
 
     def _leave(self, step: int, error: CheckpointError) -> None:
         self._left[step] = None
-        self._problems.append(f"step {step} is left as it is: {error}")
+        self._problems.append(f"step {step} was not removed: {error}")
 
     def remove(self, step: int) -> None:
         """Remove a step now; raises what `remove_step` does."""
@@ -128,6 +128,6 @@ class Shelf:
             thread.join()
 
     def take_problems(self) -> tuple[str, ...]:
-        """Return what steps could not be read or removed, in words, once."""
+        """Return as text which steps could not be read or removed, once."""
         found, self._problems = self._problems, []
         return tuple(found)

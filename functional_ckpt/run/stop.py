@@ -1,4 +1,4 @@
-"""`StopSignals`: signals that ask a run to stop are noted, so that its loop can save before it ends."""
+"""`StopSignals`: records signals that ask a run to stop, so that its loop can save before it ends."""
 
 import signal
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopSignals:
-    """Notes `signals` from now until `restore`; who handled them before in Python is still called.
+    """Records `signals` from now until `restore`; earlier Python handlers are still called.
 
     Examples
     --------
@@ -39,7 +39,7 @@ class StopSignals:
             ) from error  # fmt: skip
 
     def restore(self) -> None:
-        """Give the signals back to who handled them before; where somebody else does by now, pass them on only."""
+        """Restore the earlier handlers; if another handler was installed meanwhile, only pass signals on."""
         self._is_over = True
         for number, before in self._before.items():
             if before is not None and signal.getsignal(number) == self._note:
@@ -49,7 +49,7 @@ class StopSignals:
         before = self._before.get(number)
         if not self._is_over:
             self.seen = True
-            # What Python itself does on Ctrl-C, to raise, is what is asked here not to be done.
+            # Python's own handler of Ctrl-C would raise, which the caller does not want here.
             if callable(before) and before is not signal.default_int_handler:
                 before(number, frame)
         elif callable(before):

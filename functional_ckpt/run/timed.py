@@ -1,4 +1,4 @@
-"""Groups and stores that tell a tracker how long a rank waits for others, and for the disks."""
+"""Groups and stores that report to a tracker how long a rank waits for other ranks and for disks."""
 
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,4 +1,4 @@
-"""The keys that a load wants: which of them are stored, and what all ranks together lack or leave."""
+"""The keys that a load wants: which of them are stored, and which stored keys no rank wants."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -18,7 +18,7 @@ __all__ = ["Told", "WantedKeys"]
 
 @attrs.frozen
 class Told:
-    """What a rank tells the others of its keys: the stored ones that it uses, its empty containers, its prefixes."""
+    """What a rank sends to the others about its keys: stored keys that it uses, its empty containers, its prefixes."""
 
     used: tuple[str, ...]
     empty: tuple[str, ...]
@@ -54,42 +54,42 @@ class WantedKeys:
         return frozenset(["", *(".".join(each[:n]) for each in parts for n in range(len(each)))])
 
     def selects(self, key: str) -> bool:
-        """Take note of a leaf, and tell whether it is to be loaded."""
+        """Record a leaf, and tell whether it is to be loaded."""
         self._asked.append(key)
         selected = self._policy.selects(key)
         self._selects = self._selects or selected
         return selected
 
     def use(self, keys: Iterable[str]) -> None:
-        """Account for stored keys."""
+        """Record that stored keys are used."""
         self._used.update(dict.fromkeys(keys))
 
     def use_below(self, key: str) -> None:
-        """Account for everything stored under `key`."""
+        """Record that all keys stored below `key` are used."""
         self.use(stored for stored in self.stored if has_prefix(stored, key))
 
     def miss(self, key: str) -> None:
-        """Take note of a key that is not stored."""
+        """Record a key that is not stored."""
         self._missing.append(key)
 
     def leave(self, key: str) -> None:
-        """Take note of an empty container of `like` that is stored with something in it."""
+        """Record an empty container of `like` that is not empty in the checkpoint."""
         self._empty.append(key)
 
     def told(self) -> Told:
-        """Return what the other ranks must know."""
-        # What is missing below an empty container that is stored accounts for the container.
+        """Return the facts to send to the other ranks."""
+        # Missing keys below a container that is stored empty count as a use of the container.
         used = (*self._used, *split_by_prefix(self._missing, self._stored_empty)[0])
         keys, rename = self._policy.keys, self._policy.rename
         return Told(used, tuple(self._empty), prefixes_of_load(keys, rename, self._asked, self._selects, self.stored))
 
     def problems(self, told: Sequence[Told]) -> list[CheckpointError]:
-        """Return what is wrong with the keys of this rank, and with those of all; warn of what is to be reported."""
+        """Return the problems with the keys of this rank and of all ranks; warn instead where the policy says so."""
         problems: list[CheckpointError] = list(check_prefixes(each.prefixes for each in told))
         stored, strict, renames = [*self.stored, *self._by_rank], self._policy.strict, self._policy.rename is not None
         missing = missing_problems(self._missing, self._used, stored, self._stored_empty, renames)
         problems += _acted(strict.missing, missing)
-        # A filter speaks of the names in `like`; which stored names those are, a renaming alone cannot say.
+        # `keys` selects names in `like`; from `rename` alone the stored names of these cannot be found.
         if self._policy.keys is None or not renames:
             used = {key for each in told for key in each.used}
             extra = sorted(key for key in self.stored if key not in used and self._policy.selects(key))

@@ -17,9 +17,16 @@ from functional_ckpt.spec.placement import PlacedShard, Placement, Replicate, St
 from functional_ckpt.spec.shard import Fragment, ShardSpec, World, fragments, from_rank_offsets, narrow
 
 __all__ = [
-    "Fragment", "PlacedArray", "ShardSpec", "Sharding", "World", "fragments", "from_rank_offsets", "narrow",
+    "Fragment",
+    "PlacedArray",
+    "ShardSpec",
+    "Sharding",
+    "World",
+    "fragments",
+    "from_rank_offsets",
+    "narrow",
     "relabelled",
-]  # fmt: skip
+]
 
 
 def _placements(values: Iterable[Placement]) -> tuple[Placement, ...]:

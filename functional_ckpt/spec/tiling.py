@@ -9,7 +9,6 @@ The module also has the splits of one axis that torch and numpy make.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +17,10 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Ints
 
 __all__ = [
-    "balanced_sizes",
     "check_tiling",
     "chunked_sizes",
     "find_overlap",
     "first_gap",
-    "grid_boxes",
     "surely_tiled",
 ]
 
@@ -38,31 +35,6 @@ def chunked_sizes(extent: int, parts: int) -> tuple[int, ...]:
     """
     part = -(-extent // parts)
     return tuple(max(0, min(part, extent - i * part)) for i in range(parts))
-
-
-def balanced_sizes(extent: int, parts: int) -> tuple[int, ...]:
-    """Split `extent` elements as ``numpy.array_split`` does: sizes differ by at most one.
-
-    Examples
-    --------
-    >>> balanced_sizes(5, 4)
-    (2, 1, 1, 1)
-    """
-    part, longer = divmod(extent, parts)
-    return tuple(part + (i < longer) for i in range(parts))
-
-
-def grid_boxes(sizes_per_axis: Sequence[Sequence[int]]) -> tuple[Box, ...]:
-    """Return the cells of a grid, row-major, from the part sizes along each axis.
-
-    Examples
-    --------
-    >>> [b.start for b in grid_boxes([(2, 2), (3,)])]
-    [(0, 0), (2, 0)]
-    """
-    edges = [np.concatenate([[0], np.cumsum(sizes)]).tolist() for sizes in sizes_per_axis]
-    spans = [list(pairwise(e)) for e in edges]
-    return tuple(Box(tuple(s[0] for s in cell), tuple(s[1] for s in cell)) for cell in product(*spans))
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ of another type (optimizer states are keyed by ints). Empty dicts and lists are 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import attrs
@@ -15,13 +15,11 @@ from functional_ckpt.errors import DuplicateKeyError, SpecError
 __all__ = [
     "DictKey",
     "Path",
-    "combine",
     "flatten",
     "has_prefix",
     "is_node",
     "key_of",
     "map_leaves",
-    "partition",
     "unflatten",
 ]
 
@@ -40,16 +38,6 @@ class DictKey:
 
 
 Path: TypeAlias = tuple[str | int | DictKey, ...]
-
-
-class _Missing:
-    """Stands for a leaf that the other half of a partition holds."""
-
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
 
 
 def is_node(value: object) -> bool:
@@ -205,35 +193,3 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any, path: Path = ())
         return [map_leaves(function, child, (*path, i)) for i, child in enumerate(tree)]
     mapped = ((k, map_leaves(function, v, (*path, _item(k)))) for k, v in tree.items())
     return OrderedDict(mapped) if type(tree) is OrderedDict else dict(mapped)
-
-
-def partition(predicate: Callable[[Path, Any], bool], tree: Any) -> tuple[Any, Any]:
-    """Split a tree into two of the same shape: leaves for which `predicate` holds, and the others.
-
-    Examples
-    --------
-    >>> yes, no = partition(lambda path, leaf: leaf > 1, {"a": 1, "b": 2})
-    >>> yes, no
-    ({'a': MISSING, 'b': 2}, {'a': 1, 'b': MISSING})
-    """
-    yes = map_leaves(lambda path, leaf: leaf if predicate(path, leaf) else MISSING, tree)
-    no = map_leaves(lambda path, leaf: MISSING if predicate(path, leaf) else leaf, tree)
-    return yes, no
-
-
-def combine(yes: Any, no: Any) -> Any:
-    """Put the two halves of a `partition` together again.
-
-    Examples
-    --------
-    >>> combine({"a": 1, "b": MISSING}, {"a": MISSING, "b": 2})
-    {'a': 1, 'b': 2}
-    """
-    others: Sequence[Any] = [leaf for _, leaf in flatten(no)]
-    remaining = iter(others)
-
-    def pick(_path: Path, leaf: Any) -> Any:
-        other = next(remaining)
-        return other if leaf is MISSING else leaf
-
-    return map_leaves(pick, yes)

@@ -20,7 +20,7 @@ from functional_ckpt.errors import AlreadyExistsError, StorageError
 from functional_ckpt.store.directories import sync_directory
 from functional_ckpt.store.machine import boot_id
 
-__all__ = ["ABANDONED", "Claim", "claimed_by", "claimed_nodes", "is_live", "is_live_in_memory", "state_of"]
+__all__ = ["ABANDONED", "Claim", "claimed_by", "claimed_nodes", "is_live_in_memory", "state_of"]
 
 #: Suffix of the claim of a save that was abandoned while other ranks might still be writing.
 ABANDONED = ".abandoned"
@@ -46,8 +46,8 @@ class Claim:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / ".x.claim"
     >>> claim = Claim.take(path, "1f")
-    >>> is_live(path), claim.release(), path.exists()
-    (True, None, False)
+    >>> state_of(path), claim.release(), path.exists()
+    ('live', None, False)
     """
 
     path: Path | None
@@ -183,11 +183,6 @@ class Claim:
         data = memoryview(json.dumps(content).encode() + b"\n")
         while data:
             data = data[os.write(self._file or 0, data) :]
-
-
-def is_live(path: Path) -> bool:
-    """Tell whether a process holds the claim at `path`; true if that cannot be known."""
-    return state_of(path) != "dead"
 
 
 def state_of(path: Path) -> str:

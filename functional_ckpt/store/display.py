@@ -1,6 +1,6 @@
-"""How far a long call has come, for the person who waits for it: a bar in a terminal, else two lines in the log.
+"""Display of the progress of a long call: a bar in a terminal, else two lines in the log.
 
-Nothing here can make the call fail, or slow one that is short: a thread waits a second before it looks.
+A failure here never makes the call fail, and a short call is not slowed: a thread waits a second before it starts.
 """
 
 import logging
@@ -18,18 +18,18 @@ from functional_ckpt.plan.text import clean, size
 __all__ = ["Count", "displayed", "told"]
 
 _LOGGER = logging.getLogger("functional_ckpt")
-#: What takes less is over before anybody could read.
+#: A shorter call ends before a display could be read.
 _LONG_S = 1.0
 _REFRESH_S = 0.1
-#: A terminal that somebody has stopped must not stop the call.
+#: A stopped terminal must not stop the call.
 _PATIENCE_S = 1.0
-# Two bars on one terminal would write over one another.
+# Two bars on one terminal would overwrite each other.
 _BAR = Lock()
 
 
 @attrs.frozen
 class Count:
-    """What a bar shows: the phase, and bytes done of a total, which is 0 where it is not known."""
+    """The state that a bar shows: the phase, and bytes done of a total, which is 0 if it is not known."""
 
     phase: str
     done_nbytes: int
@@ -69,7 +69,7 @@ def _is_terminal() -> bool:
 
 
 class _Watcher:
-    """Looks at a call from a thread of its own."""
+    """Watches a call from a separate thread."""
 
     def __init__(self, title: str, now: Callable[[], Count], wants_bar: bool) -> None:
         self._title, self._now, self._wants_bar = clean(title), now, wants_bar
@@ -78,11 +78,11 @@ class _Watcher:
 
     def start(self) -> None:
         """Begin to wait."""
-        with suppress(RuntimeError):  # there are too many threads, or the interpreter ends: then nothing is shown
+        with suppress(RuntimeError):  # too many threads, or the interpreter is shutting down: nothing is shown
             self._thread.start()
 
     def stop(self, error: BaseException | None) -> None:
-        """Take the bar away, or log how the call has ended."""
+        """Remove the bar, or log how the call has ended."""
         self._over.set()
         with suppress(RuntimeError):  # it has not been started
             self._thread.join(_PATIENCE_S)
@@ -126,15 +126,21 @@ def _bar(title: str) -> Any:
 
     # Standard output and error stay as they are: other threads write there.
     bar = Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[told]}", markup=False),
-        console=Console(stderr=True), transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
-    )  # fmt: skip
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[told]}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     bar.add_task(title, total=None, told="")
     return bar
 
 
 def told(now: Count, rate: float) -> str:
-    """Return bytes, rate (bytes per second), time left and phase in words, as far as they are known.
+    """Return bytes, rate (bytes per second), time left and phase as text, as far as they are known.
 
     Examples
     --------

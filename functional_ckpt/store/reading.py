@@ -165,7 +165,7 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
     Raises
     ------
     NotACheckpointError
-        If it is no root of ours; says what lies in the store instead.
+        If this is not the root of a checkpoint; the error tells what is in the store instead.
     """
     try:
         attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]

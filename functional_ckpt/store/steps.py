@@ -1,7 +1,7 @@
-"""The directory of a run's checkpoints: each step under a name of its own, and small files that pin some of them.
+"""The directory of a run's checkpoints: one checkpoint per step, and small files that pin some of them.
 
-A step is a committed checkpoint named ``step-00000010``: its root is there, and its attributes tell the metrics that
-were saved with it. Nothing else in the directory is looked at, or touched.
+A step is a committed checkpoint named ``step-00000010``: its root exists, and its attributes hold the metrics that
+were saved with it. Other files in the directory are neither read nor changed.
 """
 
 import json
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _STEP = re.compile(r"step-([0-9]{8,})")
-#: What the name of a file ends with that pins the checkpoint of that name.
+#: Suffix of a file that pins the checkpoint of that name.
 PIN = ".pin"
 _PIN_TEXT = b"While this file is here, functional_ckpt does not remove the step that it names.\n"
 
@@ -61,7 +61,7 @@ def _name(step: int) -> str:
 
 
 def _step_of(name: str) -> int | None:
-    """Return the step that is named so; None for any other name, also one that we would write otherwise."""
+    """Return the step of a name; None for any other name, also for a number in another form."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match is not None and _name(int(match[1])) == name else None
 
@@ -89,7 +89,7 @@ def _named(names: Iterable[str]) -> list[int]:
 
 
 def _is_committed(store: Store, step: int) -> bool:
-    # Where a directory takes its name when it is finished that would be enough, but for one that somebody has copied.
+    # A directory may have the name without a root: a copy that was interrupted, or a step in marker mode.
     return store.nbytes_of(f"{_name(step)}/{ROOT}") is not None
 
 
@@ -150,14 +150,14 @@ def pin_step(root: str | os.PathLike[str], step: int) -> None:
     Raises
     ------
     NotACheckpointError
-        If there is no such step; also if it was just being removed.
+        If there is no such step; also if it is being removed.
     """
     store = open_store(root)
     if not _is_committed(store, step):
         raise _missing(root, step)
-    with suppress(AlreadyExistsError):  # pinned already; what the file holds does not count
+    with suppress(AlreadyExistsError):  # pinned already; the content of the file does not matter
         store.create(_name(step) + PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
-    # Looked at again: who removes the step looks for a pin when it has lost its name.
+    # Checked again: a process that removes the step looks for a pin only after it has renamed the step.
     if not _is_committed(store, step):
         unpin_step(root, step)
         raise _missing(root, step)
@@ -169,7 +169,7 @@ def unpin_step(root: str | os.PathLike[str], step: int) -> None:
 
 
 def remove_step(root: str | os.PathLike[str], step: int) -> None:
-    """Remove a step: at once from its name, then its files; what a kill leaves of these `sweep` removes.
+    """Remove a step: first rename it away in one step, then remove its files; after a kill `sweep` removes the rest.
 
     Raises
     ------
@@ -247,15 +247,17 @@ def _remove(root: str | os.PathLike[str], name: str) -> None:
         _check_ours(final)
         work = directory / working_name(final.name, new_save_id())
         os.rename(final, work)
-        if _is_pinned(store, name):  # meanwhile: the pin counts
+        if _is_pinned(store, name):  # pinned meanwhile: it stays
             os.rename(work, final)
             raise _pinned(root, name)
-        sync_directory(directory)  # before any file goes: after a power cut it is whole, or has not its name
+        sync_directory(
+            directory
+        )  # before any file is removed: after a power cut the step is complete, or does not have its name
         remove_tree(work)
 
 
 def _remove_objects(store: Store) -> None:
-    """Remove the objects of a checkpoint; the root first, so that what a kill leaves is none."""
+    """Remove the objects of a checkpoint; the root first, so that after a kill the rest is not a checkpoint."""
     store.delete([ROOT])
     store.delete(sorted(store.names()))
 
@@ -264,13 +266,15 @@ def _check_ours(final: Path) -> None:
     foreign = ["a symbolic link"] if final.is_symlink() else foreign_in(final)
     if foreign:
         raise StorageError(
-            "not removed: it holds what is not part of a checkpoint of functional_ckpt", path=str(final),
-            found=", ".join(foreign[:5]), remedy="Move that away, or remove the directory yourself",
-        )  # fmt: skip
+            "not removed: it holds files that are not part of a checkpoint of functional_ckpt",
+            path=str(final),
+            found=", ".join(foreign[:5]),
+            remedy="Move these files, or remove the directory yourself",
+        )
 
 
 def sweep_steps(root: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Remove what dead saves and removals have left below `root`, also in the directories of steps; return what it was.
+    """Remove leftovers of dead saves and removals below `root`, also in the directories of steps; return their names.
 
     Examples
     --------
@@ -288,8 +292,12 @@ def check_root(root: str | os.PathLike[str]) -> None:
     """Raise `PolicyError` if `root` is itself a checkpoint: no steps are looked for in one."""
     store = open_store(root)
     if store.nbytes_of(ROOT) is not None:
-        raise PolicyError("the directory of a run's steps is itself a checkpoint", expected="the directory above it",
-                          found=store.url, remedy="Pass its parent, or load it with functional_ckpt.load")  # fmt: skip
+        raise PolicyError(
+            "the directory of a run's steps is itself a checkpoint",
+            expected="the directory above it",
+            found=store.url,
+            remedy="Pass its parent, or load it with functional_ckpt.load",
+        )
 
 
 def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
@@ -299,5 +307,4 @@ def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
 
 
 def _pinned(root: str | os.PathLike[str], name: str) -> StorageError:
-    return StorageError("not removed: it is pinned", path=f"{os.fspath(root)}/{name}",
-                        remedy="Unpin it first")  # fmt: skip
+    return StorageError("not removed: it is pinned", path=f"{os.fspath(root)}/{name}", remedy="Unpin it first")

@@ -29,8 +29,14 @@ from functional_ckpt.testing.regions import shapes
 from functional_ckpt.testing.shardings import array_specs, dtypes, keys
 
 __all__ = [
-    "json_values", "layout_policies", "manifests", "moving_policies", "policies", "regular_shards", "regular_worlds",
-]  # fmt: skip
+    "json_values",
+    "layout_policies",
+    "manifests",
+    "moving_policies",
+    "policies",
+    "regular_shards",
+    "regular_worlds",
+]
 
 _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 
@@ -172,12 +178,14 @@ def regular_shards(draw: DrawFn, key: str = "w", max_rank: int = 3) -> tuple[Sha
     cells = product(*map(range, parts))
     return tuple(
         from_rank_offsets(
-            key, dtype, local[prepended:],
+            key,
+            dtype,
+            local[prepended:],
             *((axis, i, n) for axis, (i, n) in enumerate(zip(cell, parts, strict=True)) if n > 1),
             prepend_axes=prepended,
         )
         for cell in cells
-    )  # fmt: skip
+    )
 
 
 @st.composite

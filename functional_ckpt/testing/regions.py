@@ -1,17 +1,21 @@
 """Strategies for shapes, boxes, tilings of an array by boxes, and splits of a flat range."""
 
 from collections.abc import Sequence
+from itertools import pairwise, product
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
+from functional_ckpt.spec.tiling import chunked_sizes
 
 __all__ = [
     "any_boxes",
+    "balanced_sizes",
     "boxes",
     "flat_splits",
+    "grid_boxes",
     "grid_tilings",
     "guillotine_tilings",
     "shapes",
@@ -167,3 +171,28 @@ def flat_splits(draw: DrawFn, size: int, max_parts: int = 4) -> tuple[tuple[int,
     """
     cuts = draw(_cuts(size, max_parts))
     return tuple(zip((0, *cuts), (*cuts, size), strict=True))
+
+
+def balanced_sizes(extent: int, parts: int) -> tuple[int, ...]:
+    """Split `extent` elements as ``numpy.array_split`` does: sizes differ by at most one.
+
+    Examples
+    --------
+    >>> balanced_sizes(5, 4)
+    (2, 1, 1, 1)
+    """
+    part, longer = divmod(extent, parts)
+    return tuple(part + (i < longer) for i in range(parts))
+
+
+def grid_boxes(sizes_per_axis: Sequence[Sequence[int]]) -> tuple[Box, ...]:
+    """Return the cells of a grid, row-major, from the part sizes along each axis.
+
+    Examples
+    --------
+    >>> [b.start for b in grid_boxes([(2, 2), (3,)])]
+    [(0, 0), (2, 0)]
+    """
+    edges = [np.concatenate([[0], np.cumsum(sizes)]).tolist() for sizes in sizes_per_axis]
+    spans = [list(pairwise(e)) for e in edges]
+    return tuple(Box(tuple(s[0] for s in cell), tuple(s[1] for s in cell)) for cell in product(*spans))

@@ -21,10 +21,12 @@ from functional_ckpt.spec.placement import (
 )
 from functional_ckpt.spec.shard import Fragment, ShardSpec, World, fragments
 from functional_ckpt.spec.sharding import PlacedArray, Sharding
-from functional_ckpt.spec.tiling import balanced_sizes, chunked_sizes, grid_boxes
+from functional_ckpt.spec.tiling import chunked_sizes
 from functional_ckpt.testing.regions import (
+    balanced_sizes,
     boxes,
     flat_splits,
+    grid_boxes,
     grid_tilings,
     guillotine_tilings,
     shapes,

@@ -323,7 +323,7 @@ def save_cached_in_groups(path):
         if members is None:
             dcp().save(state, planner=planner, **options)
         elif launch.rank() < 2:
-            with pytest.raises(BaseException, match="which ranks save"):
+            with pytest.raises(BaseException, match="the ranks that save"):
                 dcp().save(state, planner=planner, **options)
         dist.barrier()
 

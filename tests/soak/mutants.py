@@ -220,6 +220,34 @@ MUTANTS = (
         "narrow does not look at the offset", "spec/shard.py",
         " or shard.box.start[axis] % extent", "", ("property_tests/test_narrow.py",),
     ),
+    Mutant(
+        "a chunk that several ranks wrote in parts has one writer", "plan/writers.py",
+        " and not has_parts else None", " else None", ("tests/test_cli_map.py", "-k", "shared"),
+    ),
+    Mutant(
+        "keys that a shell runs are completed", "cli/completion.py",
+        "if _PLAIN.fullmatch(name)", "if name", ("tests/test_cli_completion.py",),
+    ),
+    Mutant(
+        "keys are tags of a notebook's page", "plan/html.py",
+        "    return escape(clean(short(text)))", "    return clean(short(text))", ("tests/test_reprs.py",),
+    ),
+    Mutant(
+        "keys steer the terminal", "plan/text.py",
+        'repr(c)[1:-1] for c in text)', 'c for c in text)', ("tests/test_cli_tree.py",),
+    ),
+    Mutant(
+        "a terminal that goes away is an error", "store/display.py",
+        "except Exception:  # of a terminal", "except KeyError:  # of a terminal", ("tests/test_display.py",),
+    ),
+    Mutant(
+        "two bars write over one another", "store/display.py",
+        "_BAR.acquire(blocking=False)", "_BAR", ("tests/test_display.py", "-k", "one_bar"),
+    ),
+    Mutant(
+        "rm looks at the second when the first is gone", "cli/removal.py",
+        "        check_removable(path)", "        pass", ("tests/test_cli_rm.py",),
+    ),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The bridge to ``torch.distributed.checkpoint``: the one module that imports it, and makes its values.
 
-What differs between versions of torch is probed here: a name that a version lacks, a field that it does not have yet.
+Differences between versions of torch are detected here: names and fields that some versions lack.
 """
 
 import io
@@ -72,7 +72,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 def write_item(
     name: str, box: Box, global_shape: tuple[int, ...], dtype: torch.dtype, hint: int | None, whole: bool = False
 ) -> WriteItem:
-    """Return DCP's order to write region `box` of the tensor `name`; `hint` is its position among the local ones.
+    """Return DCP's item that writes region `box` of the tensor `name`; `hint` is its position among the local ones.
 
     With `whole` it is a plain tensor rather than a shard.
 
@@ -91,7 +91,7 @@ def write_item(
 
 
 def byte_item(name: str) -> WriteItem:
-    """Return DCP's order to write an object.
+    """Return DCP's item that writes an object.
 
     Examples
     --------
@@ -102,7 +102,7 @@ def byte_item(name: str) -> WriteItem:
 
 
 def read_item(name: str, box: Box, target: Box, source: Box, number: int = 0) -> ReadItem:
-    """Return DCP's order to read `box`: part of the stored chunk `source`, into local chunk `target` number `number`.
+    """Return DCP's item that reads `box`: part of the stored chunk `source`, into local chunk `target` number `number`.
 
     All three are in global coordinates.
 
@@ -123,12 +123,12 @@ def read_item(name: str, box: Box, target: Box, source: Box, number: int = 0) ->
 
 
 def is_bytes(item: WriteItem | ReadItem) -> bool:
-    """Tell whether an order is for an object rather than for a tensor."""
+    """Tell whether an item is for an object rather than for a tensor."""
     return item.type in (WriteItemType.BYTE_IO, LoadItemType.BYTE_IO)
 
 
 def is_whole(item: WriteItem) -> bool:
-    """Tell whether an order is for a plain tensor, of which every rank that has it holds all.
+    """Tell whether an item is for a plain tensor, which each of its ranks holds whole.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def is_whole(item: WriteItem) -> bool:
 
 
 def written_box(item: WriteItem) -> tuple[tuple[int, ...], Box]:
-    """Return the global shape that a tensor's order names, and the region.
+    """Return the global shape and the region of a tensor's item.
 
     Examples
     --------
@@ -148,12 +148,12 @@ def written_box(item: WriteItem) -> tuple[tuple[int, ...], Box]:
     """
     data = item.tensor_data
     if data is None:
-        raise SpecError("a tensor's write item says nothing of the tensor", item.index.fqn)
+        raise SpecError("a write item of a tensor lacks its tensor_data", item.index.fqn)
     return tuple(data.size), Box.from_shape(tuple(data.chunk.sizes), tuple(data.chunk.offsets))
 
 
 def read_box(item: ReadItem) -> Box:
-    """Return the region of the global tensor that an order reads.
+    """Return the region of the global tensor that an item reads.
 
     Examples
     --------
@@ -166,7 +166,7 @@ def read_box(item: ReadItem) -> Box:
 
 
 def with_storage_data(plan: SavePlan, data: Any) -> SavePlan:
-    """Return a plan that takes `data` along to the other ranks.
+    """Return a plan with `data`, which DCP sends to the other ranks.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def with_storage_data(plan: SavePlan, data: Any) -> SavePlan:
 
 
 def write_result(item: WriteItem, nbytes: int) -> WriteResult:
-    """Return the receipt for one order.
+    """Return the write result of one item.
 
     Examples
     --------
@@ -201,14 +201,14 @@ def done(value: Any) -> Any:
 
 
 def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
-    """Return what DCP plans a load with: one chunk per tensor, however many ranks have saved it.
+    """Return DCP's metadata of a checkpoint: one chunk per tensor, however many ranks have saved it.
 
     Examples
     --------
     >>> stored_metadata(Manifest(), None).state_dict_metadata
     {}
     """
-    # An empty dict is no leaf to DCP, which always looks into dicts.
+    # DCP does not treat an empty dict as a leaf.
     values = [value for value in manifest.values if value.text not in _EMPTY_DICTS]
     found: dict[str, Any] = {value.key: BytesStorageMetadata() for value in values}
     for key, entry in manifest.by_key.items():
@@ -241,12 +241,12 @@ def paths(manifest: Manifest) -> dict[str, tuple[Any, ...]]:
 
 
 def with_planner_data(manifest: Manifest, data: Any) -> Manifest:
-    """Return a manifest that keeps what a planner has put into the metadata, unless it is nothing but paths of keys.
+    """Return a manifest with the planner's data from the metadata, unless these are only the paths of keys.
 
     Raises
     ------
     UnsupportedLeafError
-        If it is not plain: nothing is pickled.
+        If the data are not plain values: nothing is pickled.
 
     Examples
     --------
@@ -259,7 +259,7 @@ def with_planner_data(manifest: Manifest, data: Any) -> Manifest:
         return manifest
     if not is_plain(data):
         raise UnsupportedLeafError(
-            "the planner's data is not plain", "planner_data", found=type(data).__name__,
+            "the planner's data are not plain values", "planner_data", found=type(data).__name__,
             remedy="Use dicts, lists, tuples, text and numbers",
         )  # fmt: skip
     attributes = {**json.loads(manifest.attributes), _ATTRIBUTE: {"planner_data": encode_value(data)}}
@@ -267,7 +267,7 @@ def with_planner_data(manifest: Manifest, data: Any) -> Manifest:
 
 
 def metadata_of(plans: Iterable[SavePlan]) -> Metadata:
-    """Return what DCP is to know of everything in `plans`: one chunk per tensor.
+    """Return DCP's metadata of all items in `plans`: one chunk per tensor.
 
     Examples
     --------
@@ -286,7 +286,7 @@ def metadata_of(plans: Iterable[SavePlan]) -> Metadata:
 
 
 def stamp(metadata: Metadata, url: str | None) -> None:
-    """Fill in the fields that a storage owes: where it is, an (empty) index, and the version where there is one."""
+    """Fill in the fields of the storage: its address, an (empty) index, and the version if the field exists."""
     metadata.storage_data = {}
     metadata.storage_meta = StorageMeta(checkpoint_id=url)
     if any(field == "version" for field in getattr(metadata, "__dataclass_fields__", {})):
@@ -323,7 +323,7 @@ def tree_path(key: str, planner_data: Any) -> Path:
 
 
 class Streamed(io.BytesIO):
-    """A value as the stream that load planners expect, made by our reader: its classes have been allowed.
+    """A value as the stream that load planners expect. `ZarrStorageReader` makes it and has checked its classes.
 
     Examples
     --------
@@ -349,7 +349,7 @@ def _component(item: Any) -> str | int:
 
 @attrs.frozen
 class Members:
-    """The ranks that save together, by their numbers in the default group; travels in the plans of DCP.
+    """The ranks that save together, by their numbers in the default group; DCP sends it with the plans.
 
     `save_id` names the save, once all ranks of it have sent their plans.
     """

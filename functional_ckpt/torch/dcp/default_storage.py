@@ -1,6 +1,6 @@
-"""`install`: ``torch.distributed.checkpoint`` saves and loads with our storage where a program passes only a path.
+"""`install`: ``torch.distributed.checkpoint`` saves and loads with `ZarrStorageWriter` and `Reader` by default.
 
-DCP has no place to register a storage: the names by which it finds its own are replaced, and put back by `undo`.
+DCP has no registry of storages: `install` replaces the names by which it finds its own, and `undo` restores them.
 """
 
 import os
@@ -28,7 +28,7 @@ except ImportError:  # older versions save in threads only
 
 __all__ = ["INSTALLED_SAVE_POLICY", "Installed", "install"]
 
-#: How `install` saves if nothing else is said: as programs expect it that know DCP's own files.
+#: The default policy of `install`: what programs expect that know DCP's own files.
 INSTALLED_SAVE_POLICY = SavePolicy(object_codec="torch", foreign="keep", metadata_file=True)
 
 _MODULES: tuple[ModuleType, ...] = (dcp, _storage_utils, format_utils)
@@ -40,7 +40,7 @@ _FILE_OPTIONS = frozenset(
 
 
 class Installed:
-    """Our storage in the place of DCP's own, until `undo` or the end of the ``with`` block."""
+    """The replacement of DCP's own storage, until `undo` or the end of the ``with`` block."""
 
     def __init__(self, writer: type[StorageWriter], reader: type[StorageReader]) -> None:
         self._classes = {"FileSystemWriter": writer, "FileSystemReader": reader}
@@ -58,7 +58,7 @@ class Installed:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put back what was there before; names that a program has imported meanwhile stay with it.
+        """Restore the replaced names; a name that a program has imported meanwhile keeps the replacement.
 
         Raises
         ------
@@ -83,11 +83,11 @@ class Installed:
 def install(
     save_policy: SavePolicy = INSTALLED_SAVE_POLICY, load_policy: LoadPolicy = LoadPolicy()
 ) -> Installed:  # fmt: skip
-    """Let ``torch.distributed.checkpoint`` use our storage for every path, in this process.
+    """Let ``torch.distributed.checkpoint`` use the storage of this library for every path, in this process.
 
     It does where a program passes only ``checkpoint_id``, or makes a ``FileSystemWriter`` or ``FileSystemReader`` of
     ``torch.distributed.checkpoint``; also in the process that ``async_save`` may start, and in ``format_utils``. What
-    DCP has saved in its own format is read as before. URLs for which there is no store of ours are left to DCP.
+    DCP has saved in its own format is read as before. DCP itself handles URLs for which this library has no store.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def install(
     check_unused("install", load_policy)
 
     class Writer(ZarrStorageWriter):
-        """What stands for `FileSystemWriter`."""
+        """The replacement of `FileSystemWriter`."""
 
         def __init__(self, path: str | os.PathLike[str], *files: Any, overwrite: bool = True, **options: Any) -> None:
             unknown = sorted(options.keys() - _FILE_OPTIONS)
@@ -133,16 +133,16 @@ def install(
             super().__init__(os.fspath(path), policy=save_policy, overwrite=overwrite)
 
         def __reduce__(self) -> Any:
-            # The process that `async_save` starts knows of no install.
+            # `install` was not called in the process that `async_save` starts.
             return _plain_writer, (self.path, self.policy, self.overwrite, self.__getstate__())
 
     class Reader(_EitherReader):
-        """What stands for `FileSystemReader`."""
+        """The replacement of `FileSystemReader`."""
 
         def __init__(self, path: str | os.PathLike[str], *files: Any, **options: Any) -> None:
             super().__init__(os.fspath(path), policy=load_policy)
 
-    # Programs ask whether theirs is one; those of DCP that are around still are.
+    # For isinstance checks of programs: objects of DCP's own classes must still pass.
     Writer.register(FileSystemWriter)
     Reader.register(FileSystemReader)
     return Installed(Writer, Reader)
@@ -155,7 +155,7 @@ def _plain_writer(path: str, policy: SavePolicy, overwrite: bool, state: dict[st
 
 
 def _with_writer(writer: type[StorageWriter], before: Any) -> Any:
-    """Return what sends a save to the process of `async_save` as `before` does, with a writer if none was given."""
+    """Return `before`, which sends a save to the process of `async_save`, with `writer` as the default."""
 
     def save(process: Any, staged_state_dict: Any, **options: Any) -> Any:
         path = options.get("checkpoint_id")
@@ -167,7 +167,7 @@ def _with_writer(writer: type[StorageWriter], before: Any) -> Any:
 
 
 def _holds_dcps(path: str | Path) -> bool:
-    """Tell whether the checkpoint at a path is one of DCP, with metadata of all ranks or of each."""
+    """Tell whether the checkpoint at a path is one of DCP, with metadata in one file or in one per rank."""
     if str(path).startswith("memory://"):
         return False
     root = local_path(path)
@@ -175,7 +175,7 @@ def _holds_dcps(path: str | Path) -> bool:
 
 
 class _EitherReader(ZarrStorageReader):
-    """Reads a checkpoint of ours, or with DCP's own reader one of DCP: its metadata tells."""
+    """Reads a checkpoint of this library, or one of DCP with DCP's own reader, depending on the metadata."""
 
     _other: StorageReader | None = None
 

@@ -1,4 +1,4 @@
-"""From DCP's write items to what a save plans with: the specs of shards, plain values, and the buffers behind them."""
+"""Conversion of DCP's write items to the input of a save: specs of shards, plain values, and their buffers."""
 
 import io
 from collections.abc import Iterable
@@ -25,9 +25,9 @@ __all__ = ["captured_plan"]
 def captured_plan(
     plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, policy_text: str, compares: bool
 ) -> Captured:
-    """Describe what a rank is told to write; the data itself is taken from `planner` item by item.
+    """Describe the items that a rank is to write; the data are taken from `planner` item by item.
 
-    `compares` says that whole tensors and objects were left on every rank that has them, and are to be compared.
+    `compares`: every rank that has a whole tensor or object still has its item, and these are compared.
 
     Raises
     ------
@@ -55,10 +55,10 @@ def _add_tensor(seen: Describer, resolver: Resolver, item: WriteItem, path: Path
             expected=box.shape,
             found=local.shape,
         )
-    # What the tensor is counts, not what the plan says: a cached plan does not notice another data type.
+    # The spec comes from the tensor, not from the plan: a cached plan may have an outdated data type.
     spec = attrs.evolve(local, shape=shape)
     buffers = (PlannedBuffer(resolver, item, local),) if resolver.makes_tensors else held.buffers
-    # By key: a tensor that the planner makes anew may lie where another one lay.
+    # By key: a tensor that the planner makes anew may have the address of an earlier one.
     region = HeldArray(spec, buffers, is_whole(item), key, shards=() if is_whole(item) else (ShardSpec(spec, box),))
     seen.add_array(key, path, region)
 
@@ -73,7 +73,7 @@ def _add_object(seen: Describer, resolver: Resolver, item: WriteItem, path: Path
         return
     encoded = np.frombuffer(data, np.uint8) if held is None else object_bytes(key, held[0])
     if seen.policy.object_codec is None:
-        trust_needed(key, encoded)  # first: with another policy a PerRank would be lost all the same
+        trust_needed(key, encoded)  # first: a PerRank is an error under any policy
         raise UnsupportedLeafError(
             "a value is neither a tensor nor plain",
             key,
@@ -88,10 +88,10 @@ def _bytes_of(stream: Any) -> bytes:
 
 
 def _plain(data: bytes) -> tuple[Any] | None:
-    """Return the value in a stream of ``torch.save`` if it takes no more than plain types to build it."""
+    """Return the value in a stream of ``torch.save`` if it consists of plain types only."""
     try:
         value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception:  # anything else stays the bytes that it is
+    except Exception:  # not plain: it is saved as bytes
         return None
     return (value,)
 

@@ -1,4 +1,4 @@
-"""Plans of ``torch.distributed.checkpoint`` from specs, and planners that turn its silent losses into errors."""
+"""Plans of ``torch.distributed.checkpoint`` from specs, and planners that raise where DCP would lose data silently."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -136,7 +136,7 @@ class StrictSavePlanner(DefaultSavePlanner):
         super().__init__(**options)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Let DCP drop doubled shards, and put back the copies."""
+        """Let DCP drop duplicate shards, and restore the copies of plain tensors and objects."""
         chosen, metadata = super().create_global_plan(list(all_plans))  # some versions change the list
         kept = [
             replace(ours, items=[*filter(_is_copy, plan.items), *(i for i in ours.items if not _is_copy(i))])
@@ -146,7 +146,7 @@ class StrictSavePlanner(DefaultSavePlanner):
 
 
 class StrictLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, but what it loses silently is an error, before anything is read.
+    """DCP's planner, except that keys and elements which DCP would skip silently are errors, before anything is read.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         self.policy = policy
 
     def create_local_plan(self) -> LoadPlan:
-        """Check what this rank wants against what is stored, and plan it."""
+        """Check the request of this rank against the checkpoint, and plan it."""
         wanted: dict[str, Any] = dict(self.state_dict)
         stored = self._metadata().state_dict_metadata
         missing = [
@@ -196,7 +196,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         return super().create_global_plan(global_plan)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Build the object from allowed types, then let DCP put it in its place; our reader has done so already."""
+        """Build the object from allowed types (`ZarrStorageReader` has done that already), then let DCP store it."""
         if not isinstance(value, Streamed):
             data = np.frombuffer(value.read(), np.uint8)
             value = Streamed(object_from_bytes(read_item.storage_index.fqn, data, self.policy.safe_globals))
@@ -240,7 +240,7 @@ def _read_item(read: ArrayRead, shard: ShardSpec, entry: ArrayEntry) -> ReadItem
 
 
 def check_unused(owner: object, policy: LoadPolicy) -> None:
-    """Raise `PolicyError` for a field that says what to load, which ``torch.distributed.checkpoint`` decides.
+    """Raise `PolicyError` for a field that selects what to load, since ``torch.distributed.checkpoint`` decides that.
 
     Examples
     --------

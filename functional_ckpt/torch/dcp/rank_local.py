@@ -1,10 +1,10 @@
 """Saves without DCP's collectives: one grid whatever the ranks hold, and a commit in which all ranks take part.
 
-DCP exchanges no plans then, validates nothing across ranks and does not tell them of failures. Chunks may be
-shared: their shape follows from shape, data type and codecs of the array alone, so that any rank can tell where
-its part belongs without knowing the others', and several ranks may write into one chunk under a lock. The rule of the
-commit: every rank writes to one unpublished directory and says so; no rank returns before all have said so and the
-directory has its name, and if one of them fails or is silent for `timeout_s`, nobody publishes.
+DCP then exchanges no plans, validates nothing across ranks and does not report failures to other ranks. Chunks may be
+shared: their shape follows from shape, data type and codecs of the array alone, so that each rank finds the place of
+its part without the specs of the others, and several ranks may write into one chunk under a lock. The commit: every
+rank writes to one unpublished directory and reports that it is done; no rank returns before all have reported and the
+directory has its final name. If a rank fails or is silent for `timeout_s`, the save is not published.
 """
 
 import attrs
@@ -13,7 +13,7 @@ from functional_ckpt.run.policy import SavePolicy
 
 __all__ = ["with_pure_grid"]
 
-# No chunk of one writer is ever this large, so that arrays that ranks share always go to shared chunks.
+# No chunk with one writer is ever this large, so that arrays with several writers always get shared chunks.
 _UNREACHABLE_NBYTES = 2**62
 
 

@@ -1,7 +1,7 @@
-"""Tensors that a planner makes when it is asked for them, as buffers: asked for when they are written, and let go then.
+"""Tensors that a planner creates on demand, as buffers: they are requested when they are written, and then released.
 
-DCP's planner hands out the tensors of the state dict themselves, which cost nothing to hold. A planner with a
-`transform_object` of its own may make a new tensor each time, and only so many fit into memory at once.
+DCP's planner returns the tensors of the state dict themselves, which cost no extra memory. A planner with its own
+`transform_object` may create a new tensor each time, so only a few can be in memory at once.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from functional_ckpt.torch.tensors import TORCH_LEAVES
 
 __all__ = ["PlannedBuffer", "Resolver"]
 
-#: Tensors kept at once: the one whose chunks are being written, and the next, which another thread has begun with.
+#: Tensors kept at once: the one whose chunks are being written, and the next, which another thread has begun.
 _KEPT = 2
 _STOCK = ("resolve_data", "lookup_object", "transform_object")
 
@@ -33,7 +33,7 @@ class Resolver:
 
     def __init__(self, planner: Any, rank: int) -> None:
         self.planner, self.rank = planner, rank
-        #: Whether tensors may be made anew each time: then they must not all be held.
+        #: Whether tensors may be created anew each time: then not all may be kept.
         self.makes_tensors = not all(_is_stock(planner, name) for name in _STOCK)
         self._recent: OrderedDict[tuple[str, Any], HeldArray] = OrderedDict()
         self._lock = Lock()
@@ -44,7 +44,7 @@ class Resolver:
         Raises
         ------
         CheckpointError
-            Whatever the planner raises.
+            If the planner raises.
         """
         return self._asking(item, lambda: self.planner.resolve_data(item))
 
@@ -59,11 +59,11 @@ class Resolver:
             ) from error
 
     def value(self, item: WriteItem) -> tuple[Any] | None:
-        """Return the object of an item as the state dict holds it, unless the planner makes something else of it."""
+        """Return the object of an item from the state dict, unless the planner transforms it."""
         return None if self.makes_tensors else (self._asking(item, lambda: self.planner.lookup_object(item.index)),)
 
     def held(self, item: WriteItem) -> HeldArray:
-        """Return the tensor of an item, asking for it unless it was asked for a moment ago."""
+        """Return the tensor of an item, from the last requested ones if possible."""
         place = item.index.fqn, item.index.offset
         with self._lock:
             known = self._recent.get(place)
@@ -76,20 +76,22 @@ class Resolver:
     def _asked(self, item: WriteItem) -> HeldArray:
         key, data = item.index.fqn, self.data(item)
         if not isinstance(data, torch.Tensor):
-            raise UnsupportedLeafError("the planner gives no tensor", key, rank=self.rank, found=type(data).__name__)
+            raise UnsupportedLeafError(
+                "the planner did not return a tensor", key, rank=self.rank, found=type(data).__name__
+            )
         return TORCH_LEAVES.hold(key, data.detach(), self.rank)
 
 
 @attrs.frozen(eq=False)
 class PlannedBuffer:
-    """The tensor of an item, made when a piece of it is wanted."""
+    """The tensor of an item, requested from the planner when a region of it is needed."""
 
     resolver: Resolver
     item: WriteItem
     expected: ArraySpec
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
-        """Return None: a view would keep the tensor."""
+        """Return None: a view would keep the tensor in memory."""
         return None
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
@@ -97,8 +99,8 @@ class PlannedBuffer:
         return self._now().get(shape, run, region)
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
-        """Refuse: nobody would see the change."""
-        raise SpecError("what a planner makes is only read", self.item.index.fqn)
+        """Raise: a change would have no effect."""
+        raise SpecError("a tensor of a planner is read-only", self.item.index.fqn)
 
     def staged(self) -> Buffer:
         """Return a copy on the host."""

@@ -36,7 +36,7 @@ __all__ = ["ZarrStorageReader", "has_store"]
 
 
 class ZarrStorageReader(StorageReader):
-    """Reads a checkpoint of this format, whoever wrote it, for ``torch.distributed.checkpoint.load``.
+    """Reads a checkpoint of this format for ``torch.distributed.checkpoint.load``.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class ZarrStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        """Check all items, then read all of them at once to where they belong."""
+        """Check all items, then read all of them at once into their places."""
         opened, self._opened = self._opened or Opened.at(self.path), None
         with closing(opened):
             self._read(opened, plan, planner)

@@ -56,7 +56,7 @@ from functional_ckpt.torch.group.link import Link, announce, announced, member_l
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader", "ZarrStorageWriter"]
 
-#: Objects that are no plain values are written too, as with DCP's own storage.
+#: As with DCP's own storage, objects that are not plain values are written too.
 _SAVE_POLICY = SavePolicy(object_codec="torch")
 _PLANS = PlanMemory()
 _PURPOSE = "dcp"
@@ -108,7 +108,7 @@ class ZarrStorageWriter(StorageWriter):
         return str(self.path)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a save under way: another process starts afresh."""
+        """Leave out the state of a running save: another process starts without one."""
         return {**self.__dict__, "_members": None, "_is_coordinator": False, "_writing": None}
 
     @classmethod
@@ -117,7 +117,7 @@ class ZarrStorageWriter(StorageWriter):
         return has_store(checkpoint_id)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin anew, at `checkpoint_id` if there is one; a save that was never finished is removed."""
+        """Prepare a new save, to `checkpoint_id` if it is given; the files of an unfinished save are removed."""
         self._drop()
         if checkpoint_id is not None:
             self.path = checkpoint_id
@@ -127,17 +127,17 @@ class ZarrStorageWriter(StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the role of this rank."""
+        """Store the role of this rank."""
         self._drop()
         self._is_coordinator = is_coordinator
         self._with_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say who this rank is: a plan does not tell, and DCP does not say which group saves."""
+        """Add this rank to the plan: the plan does not contain it, and DCP does not pass the group that saves."""
         return with_storage_data(plan, Members((_number(),)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell every rank who saves. Chunks are planned later, by all ranks: cached plans do not come past here."""
+        """Add all members to the plans. Chunks are planned later, by all ranks: DCP skips this for cached plans."""
         if not self._with_collectives:  # each rank sees its own plan only
             return plans
         ranks, self._count = _members_of(plans), len(plans)
@@ -146,7 +146,7 @@ class ZarrStorageWriter(StorageWriter):
         save_id = secrets.token_hex(8)
         self._members = Members(ranks, save_id)
         if len(ranks) > 1 and not all(getattr(plan, "usable", True) for plan in plans):
-            # A rank that keeps its cached plan is told nothing by DCP.
+            # DCP passes nothing to a rank that keeps its cached plan.
             announce(ranks, _PURPOSE, save_id, self.policy.timeout_s)
         return [with_storage_data(plan, self._members) for plan in plans]
 
@@ -173,7 +173,7 @@ class ZarrStorageWriter(StorageWriter):
 
         what, timeout_s = f"DCP save of {named(self.path)}", policy.timeout_s
         if isinstance(link, Link) and self._with_collectives:
-            mine = describe()  # here, so that what fails is this rank's failure: DCP tells the others
+            mine = describe()  # here, so that a failure is raised on this rank: DCP reports it to the others
 
             def work(tracker: Tracker) -> Written:
                 return write(link.gather(timeout_s, what, tracker.cancelled.is_set), lambda: mine, tracker)
@@ -190,7 +190,7 @@ class ZarrStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish in one step what all ranks have written; without collectives, all ranks come here."""
         if self._writing is None:
-            raise SpecError("there is nothing to publish here", remedy="Leave coordinator_rank=0")
+            raise SpecError("this rank has no save to publish", remedy="Leave coordinator_rank=0")
         written = self._writing.result()
 
         def checked() -> Written:
@@ -215,22 +215,22 @@ class ZarrStorageWriter(StorageWriter):
         return captured_plan(plan, planner, link.rank, policy, agreed, keeps_copies and link.size > 1)
 
     def _link(self, plan: SavePlan) -> Link | LocalGather:
-        """Return what connects this rank to the others that save."""
+        """Return the link to the other ranks that save."""
         told = plan.storage_data if isinstance(plan.storage_data, Members) else None
         found = self._members or told
         if found is None or not self._with_collectives:
-            # Nobody says who saves: a plan cached while another storage was in use, or no exchange of plans at all.
+            # The members are unknown: the plan was cached with another storage, or plans are not exchanged.
             found = Members(tuple(range(dist.get_world_size())) if _is_joined() else (0,))
         members, save_id = found.ranks, found.save_id
-        # A plan that was cached names the save that it was made for.
+        # A cached plan has the name of the save for which it was made.
         is_new = save_id is not None and save_id not in _SEEN
         _SEEN.update([save_id] if save_id is not None else [])
         if self._is_coordinator and self._with_collectives and len(members) != self._count:
             raise SpecError(
-                "cached plans do not say which ranks save", expected=f"{self._count} ranks", found=members,
+                "cached plans do not contain the ranks that save", expected=f"{self._count} ranks", found=members,
                 remedy="Turn plan caching off, or save with the default process group",
             )  # fmt: skip
-        # A save that failed elsewhere is still waited for by the others: the next one has connections of its own.
+        # Other ranks may still wait in a save that failed on this one: the next save uses its own connections.
         if not self._with_collectives:
             return member_link(members, f"{_PURPOSE} without collectives")
         if not is_new and len(members) > 1:
@@ -257,7 +257,7 @@ def _number() -> int:
 
 
 def _members_of(plans: list[SavePlan]) -> tuple[int, ...] | None:
-    """Return the ranks that made these plans; None if some are cached, and say nothing."""
+    """Return the ranks that made these plans; None if some are cached and do not contain their rank."""
     if len(plans) == 1:
         return (_number(),)
     told = [plan.storage_data.ranks for plan in plans if isinstance(plan.storage_data, Members)]
@@ -275,7 +275,7 @@ def _nbytes(item: WriteItem, spec: ArraySpec | None) -> int:
 
 
 def _unwritten(metadata: Metadata, results: list[list[WriteResult]], manifest: Manifest) -> list[ProblemError]:
-    """Return a problem for each item that DCP has planned and some step has lost."""
+    """Return a problem for each item that DCP has planned and that was not written."""
     reported = {(result.index.fqn, result.index.offset) for each in results for result in each}
     stored = {*manifest.by_key, *(value.key for value in manifest.values)}
     return [

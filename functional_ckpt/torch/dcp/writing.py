@@ -1,8 +1,8 @@
 """The writing of one DCP save, on a thread of its own where ranks work together.
 
-DCP tells the ranks of a failure when all of them have returned from `write_data` or failed before it: a planner may
-fail there, or what a subclass adds to the writer. Blocking in `write_data` until such a rank comes would deadlock DCP.
-So `write_data` returns at once; the thread waits for the other ranks, and `finish` for the thread.
+DCP reports a failure of one rank after all ranks have returned from `write_data` or failed before it, for example in a
+planner or in a subclass of the writer. Blocking in `write_data` for such a rank would deadlock DCP. So `write_data`
+returns at once; the thread waits for the other ranks, and `finish` waits for the thread.
 """
 
 import atexit
@@ -17,14 +17,14 @@ from functional_ckpt.run.saving import Written, abandon_written
 
 __all__ = ["Writing", "abandon_left"]
 
-#: How long the interpreter's end waits for what is left: threads that go on at its end can abort the process.
+#: How long the interpreter waits at exit for these threads: a thread that runs on can abort the process.
 _EXIT_S = 5.0
 
 
 class Writing:
-    """What a rank writes for one save; with `is_wanted` somebody will ask for the `result`, or `abandon` it.
+    """The writing of one rank for one save; with `is_wanted` the caller will call `result` or `abandon`.
 
-    The memory that is written must stay as it is until the save has returned.
+    The memory that is written must not change until the save has returned.
     """
 
     def __init__(self, is_wanted: bool, lane: object = None) -> None:
@@ -35,14 +35,14 @@ class Writing:
 
     @classmethod
     def done(cls, written: Written) -> "Writing":
-        """Return what has been written already."""
+        """Return an object for a save that was written already."""
         writing = cls(True)
         writing._outcome.set_result(written)
         return writing
 
     @classmethod
     def begun(cls, work: Callable[[Tracker], Written], is_wanted: bool, lane: object) -> "Writing":
-        """Begin with `work`, over a `lane` on which no earlier save waits any more; it stops when it is cancelled."""
+        """Start `work` on a thread, over a `lane` on which no earlier save waits; it stops when it is cancelled."""
         abandon_left(lane)
         writing = cls(is_wanted, lane)
         writing._thread = Thread(target=writing._run, args=(work,), name="functional_ckpt-dcp", daemon=True)
@@ -55,12 +55,12 @@ class Writing:
         return writing
 
     def result(self) -> Written:
-        """Wait for the writing and return what was written.
+        """Wait for the writing and return its result.
 
         Raises
         ------
         CheckpointError
-            If it failed, on whatever rank.
+            If it failed on any rank.
         """
         try:
             return self._outcome.result()
@@ -68,7 +68,7 @@ class Writing:
             _LEFT.discard(self)
 
     def abandon(self) -> None:
-        """Remove what was written; who still waits for other ranks gives up."""
+        """Remove the written files; a thread that still waits for other ranks gives up."""
         self._tracker.cancelled.set()
         if self._thread is not None:
             self._thread.join()
@@ -77,9 +77,9 @@ class Writing:
             abandon_written(self._outcome.result())
 
     def is_left(self, lane: object) -> bool:
-        """Tell whether the save that this belongs to has ended, as seen from a thread that begins another one.
+        """Tell whether this save has been left behind when another save begins on `lane`.
 
-        Two saves of one lane do not wait for other ranks at the same time: the earlier one is over.
+        Two saves of one lane do not wait for other ranks at the same time: the earlier one must have ended.
         """
         is_over = self._owner is current_thread() or not self._owner.is_alive()
         return is_over or (lane is not None and self._lane is lane and self._tracker.now.phase == "plan")
@@ -93,19 +93,19 @@ class Writing:
         else:
             if self._is_wanted:
                 self._outcome.set_result(written)
-        if not self._is_wanted:  # nothing keeps the memory that was written
+        if not self._is_wanted:  # the memory that was written may be released now
             _LEFT.discard(self)
 
 
 def abandon_left(lane: object = None) -> None:
-    """Abandon what earlier saves have left: DCP does not tell a writer that its save has failed elsewhere."""
+    """Abandon earlier saves that were left behind: DCP does not report to a writer that its save failed elsewhere."""
     for writing in [each for each in list(_LEFT) if each.is_left(lane)]:
         writing.abandon()
 
 
 @atexit.register
 def _end() -> None:
-    """Stop what waits for ranks that do not come any more, and give the rest a moment."""
+    """Stop threads that wait for ranks which do not come any more, and wait shortly for the others."""
     ends = time.monotonic() + _EXIT_S
     for share in (0.8, 0.0):
         for writing in list(_LEFT):
