@@ -10,10 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, Strict
+from functional_ckpt import LayoutPolicy, LoadPolicy, SavePolicy, StorePolicy, Strict
 from functional_ckpt.errors import PolicyError
 
-FIELDS = [(kind, field.name) for kind in (SavePolicy, LoadPolicy, LayoutPolicy, Strict) for field in attrs.fields(kind)]
+KINDS = (SavePolicy, LoadPolicy, LayoutPolicy, Strict, StorePolicy)
+FIELDS = [(kind, field.name) for kind in KINDS for field in attrs.fields(kind)]
 # Each law runs once per field.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
 
@@ -49,9 +50,10 @@ def is_sequence(value):
     return isinstance(value, list | tuple | set | frozenset | Once)
 
 
-# Field -> whether a value is of a type that the field takes; of those some are refused too.
+# Field, or policy and field -> whether a value is of a type that the field takes; of those some are refused too.
 TYPES = {
-    **dict.fromkeys(["layout"], lambda value: isinstance(value, LayoutPolicy)),
+    "layout": lambda value: isinstance(value, LayoutPolicy),
+    "store": lambda value: isinstance(value, StorePolicy),
     **dict.fromkeys(
         [
             "replicas",
@@ -67,10 +69,12 @@ TYPES = {
         ],
         is_text,
     ),
-    **dict.fromkeys(["extended_dtypes"], is_text),
-    **dict.fromkeys(["consolidate", "metadata_file", "allow_shape_mismatch", "read_once"], is_flag),
+    **dict.fromkeys(["extended_dtypes", "credentials"], is_text),
+    **dict.fromkeys(["endpoint", "region"], lambda value: value is None or is_text(value)),
+    **dict.fromkeys(["consolidate", "metadata_file", "allow_shape_mismatch", "read_once", "alone"], is_flag),
     **dict.fromkeys(["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes"], is_whole),
-    "timeout_s": is_number,
+    **dict.fromkeys(["timeout_s", "retry_delay_s", "lease_s"], is_number),
+    **dict.fromkeys(["retries", (StorePolicy, "in_flight")], is_whole),
     "object_codec": lambda value: value is None or is_text(value),
     "strict": lambda value: is_text(value) or is_flag(value) or isinstance(value, Strict),
     "keys": lambda value: value is None or is_text(value) or is_function(value) or is_sequence(value),
@@ -80,6 +84,11 @@ TYPES = {
     "device": is_text,
     "codecs": lambda value: is_sequence(value) or isinstance(value, dict),
 }
+
+
+def takes(kind, name, value):
+    """Tell whether a value is of a type that a field of a policy takes."""
+    return TYPES.get((kind, name), TYPES.get(name))(value)
 
 
 @attrs.frozen(eq=False)
@@ -151,7 +160,7 @@ def test_a_field_takes_a_value_or_says_why_not(kind, name, value):
     if isinstance(result, PolicyError):
         assert str(result)
         return
-    assert TYPES[name](value)
+    assert takes(kind, name, value)
     assert hash(result) == hash(copy.copy(result)) == hash(attrs.evolve(result))
     assert result == copy.copy(result) == attrs.evolve(result)
 
@@ -160,7 +169,7 @@ def test_a_field_takes_a_value_or_says_why_not(kind, name, value):
 @FEWER
 @given(VALUES)
 def test_a_value_of_a_wrong_type_is_refused_by_the_words_of_the_field(kind, name, value):
-    if TYPES[name](value):
+    if takes(kind, name, value):
         return
     with pytest.raises(PolicyError) as caught:
         kind(**{name: value})
@@ -192,5 +201,5 @@ def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
 def test_fields_with_words():
     assert {name for _, name in WORDS} == {
         "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "object_codec", "cast", "verify",
-        "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
+        "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
     }  # fmt: skip
