@@ -16,6 +16,7 @@ import pytest
 dist = pytest.importorskip("torch.distributed")
 
 from functional_ckpt.errors import CheckpointError, RankFailedError  # noqa: E402
+from functional_ckpt.torch.group import presence  # noqa: E402
 from functional_ckpt.torch.group.board import Board  # noqa: E402
 from functional_ckpt.torch.group.lane import Call, Lane  # noqa: E402
 
@@ -225,3 +226,48 @@ def test_a_forked_child_does_not_hold_the_connections_open():
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+DIES = """
+import sys
+import torch.distributed as dist
+from functional_ckpt.torch.group.board import Board
+from functional_ckpt.torch.group.lane import Call, Lane
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+assert Call(Lane(Board(store, "test"), 1, (0, 1), "save", None), "save", 60.0).all_gather(b"y") == [b"x", b"y"]
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_dies_before_it_has_connected_is_not_waited_for(store_host):
+    """As when it dies between two saves in the background, each of which has connections of its own."""
+    store, _ = store_host
+    board = Board(store, "test")
+    other = subprocess.Popen(
+        [sys.executable, "-c", DIES, str(store.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert Call(Lane(board, 0, (0, 1), "save", None), "save", 60.0).all_gather(b"x") == [b"x", b"y"]
+        assert other.stdout.readline() == "met\n"
+        other.kill()
+        other.wait()
+        began = time.monotonic()
+        with pytest.raises(RankFailedError, match="the process of rank 1 has ended") as caught:
+            Call(Lane(board, 0, (0, 1), "save 2", None), "save 2", 600.0).all_gather(b"x")
+        assert caught.value.rank == (1,)
+        assert time.monotonic() - began < 300  # half of what it would wait
+
+
+def test_a_forked_child_does_not_keep_the_presence_of_its_rank():
+    world = World(2)
+    assert world.run(lambda rank: world.gather(rank, text=b"x")) == [[b"x"] * 2] * 2
+    told, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tells, bytes([len(presence._LISTENERS)]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (presence._LISTENERS, os.read(told, 1)) == ([*presence._LISTENERS[:1]], b"\0")
+    os.close(told)
+    os.close(tells)

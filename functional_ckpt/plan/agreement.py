@@ -47,7 +47,8 @@ class Basis:
     def cells(self) -> "tuple[tuple[tuple[str, Kind], ...], tuple[Block, ...]] | None":
         """The kinds of the arrays of which `common` has shards, and the block of cells held of each kind.
 
-        None if some are no blocks of cells, or not the same ones of all arrays of a kind, or the kinds are many.
+        None if the shards of an array form no block of cells, arrays of one kind have different blocks, or there
+        are too many kinds.
         """
         held: dict[str, list[ShardSpec]] = {}
         for shard in self.common.shards:

@@ -1,7 +1,7 @@
 """`plan_local_save`: the part of one rank in a save, planned without the specs of the other ranks.
 
-It is possible if a rank knows how the whole world holds its arrays: from meshes with placements, which ranks with cells
-of regular grids get by telling one another which cells they hold. Its cost depends on the rank's own part, not on the
+A rank must know how all ranks hold its arrays: from a mesh and placements. For cells of regular grids, the ranks first
+exchange which cells they hold, and derive a mesh. Its cost depends on the rank's own part, not on the
 number of ranks.
 """
 

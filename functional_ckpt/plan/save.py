@@ -298,7 +298,10 @@ def _uncovered(table: ShardTable, pieces: Pieces, known: set[str | None]) -> lis
 
 
 def _writers_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[ProblemError]]:
-    """Return the writers of metadata of arrays without cells: the lowest rank, if declared with a main replica."""
+    """Return the writers of metadata of arrays without cells: the lowest rank, or the lowest with a main replica.
+
+    The latter by the rule ``"declared"``.
+    """
     rows = table.rows
     held: list[tuple[int, int]] = []
     problems: list[ProblemError] = []

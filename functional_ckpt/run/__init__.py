@@ -1,1 +1,4 @@
-"""The steps of a save (capture, agree, plan, stage, write, publish) and of a load (open, plan, agree, read, fill)."""
+"""The steps of a save (capture, agree, plan, begin, write, publish) and of a load (open, plan, agree, read, fill).
+
+`async_save` stages, that is copies, what it will write between begin and write.
+"""

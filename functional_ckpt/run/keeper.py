@@ -29,7 +29,7 @@ class Flight:
 
 
 class Keeper:
-    """The steps below `root`, as all ranks see them; `gather` gives the group of ranks for a call that it is told of.
+    """The steps below `root`, as all ranks see them; `gather(what)` returns the group for the call `what`.
 
     Examples
     --------

@@ -158,7 +158,7 @@ def refuse_while_running() -> None:
 
 
 def _running() -> list["Future[Manifest]"]:
-    """Return the saves in the background; none in one of their threads, which would wait for itself."""
+    """Return the saves in the background; empty in a thread of such a save, which would wait for itself."""
     if getattr(_HERE, "is_worker", False):
         return []
     with _LOCK:

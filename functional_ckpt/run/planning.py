@@ -43,7 +43,7 @@ _KEPT = 8
 class Plan:
     """What a save does: the merged state of all ranks, the layout of every array, and `mine`, this rank's part.
 
-    In memory it is without the contents of the state.
+    A `PlanMemory` keeps it without values, attributes and digests.
     """
 
     state: GlobalState

@@ -222,7 +222,7 @@ class LoadPolicy:
         Data type changes: ``"error"``, ``"same_kind"`` (numpy's rule) or ``"any"``.
     strict
         Keys that only the checkpoint or only `like` has: a `Strict`, or one word for both. As in torch's
-        ``load_state_dict``, False loads what fits; what does not is told in a warning (``"report"``).
+        ``load_state_dict``, False loads what fits and warns about the rest (``"report"``).
     keys
         Load only these keys: prefixes at dots (``"model"`` is ``model`` and ``model.*``), or a function of the key.
         The other leaves of `like` stay as they are.
@@ -246,8 +246,8 @@ class LoadPolicy:
         Read each chunk that several ranks want on one of them and exchange the pieces: less to read, more to send.
         On a group that cannot exchange data every rank reads what it needs.
     budget_nbytes
-        Extra host memory for the pieces in flight on this rank, in bytes. With `read_once` it must hold the largest
-        chunk that several ranks want three times.
+        Extra host memory for the pieces in flight on this rank, in bytes. With `read_once` at
+        least three times the largest chunk that several ranks want.
     timeout_s
         Longest wait for another rank, in seconds.
     store

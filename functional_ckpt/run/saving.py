@@ -1,4 +1,6 @@
-"""A save, step by step: capture, agree, plan, begin, write, publish. `api` calls it now or in the background.
+"""A save, step by step: begin, write, publish, after `planning` has described and planned it.
+
+`api` calls it now or in the background.
 
 Every step runs on all ranks through `together`, so that the failure of one rank is raised on all and none hangs.
 """
@@ -152,9 +154,9 @@ def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
 
 @attrs.frozen(eq=False)
 class Written:
-    """A save whose chunks are all in storage, not published yet; `checked_s` is a time before any rank began to wait.
+    """A save whose chunks are all in storage, not published yet.
 
-    `checked_s` is on the clock of ``time.monotonic``.
+    `checked_s` is when this rank checked that, before any other began to wait for the end, by ``time.monotonic``.
     """
 
     prepared: Prepared
@@ -275,7 +277,7 @@ def _publish(written: Written) -> tuple[str, ...]:
         if not stands():
             raise StorageError(
                 "the claim of this save was removed while it ran, and perhaps its files too",
-                path=prepared.site.url, remedy="Save again; sweep only where its file locks are visible",
+                path=prepared.site.url, remedy="Save again; sweep only on machines that see the locks of this job",
             )  # fmt: skip
         # The other ranks have given up by then and raised that the save failed.
         if gather.size > 1 and time.monotonic() > written.checked_s + timeout_s:

@@ -46,8 +46,8 @@ class StorePolicy:
         How long a claim counts after its saver was last heard of, in seconds. A live saver renews it three times as
         often.
     alone
-        No other save to the path can run at the same time, and nobody sweeps there meanwhile: then a server will do
-        that ignores the condition of a write.
+        No other save to the path can run at the same time, and no sweep runs there meanwhile. Set it to
+        use a server that ignores the condition of a write.
 
     Raises
     ------

@@ -75,7 +75,7 @@ def why_not(store: Store, root: bytes | None) -> StorageError:
         return _without_root(store)
     if _head(store, "manifest.json", len(_MANIFEST_BEGINNING)) == _MANIFEST_BEGINNING:
         return CorruptionError(
-            "the root is damaged: it is not the root of the manifest beside it",
+            "zarr.json is damaged, or does not belong to the manifest.json beside it",
             path=f"{store.url}/zarr.json",
             remedy="Restore the file, or load another checkpoint",
         )

@@ -130,7 +130,7 @@ def refuse_per_rank(key: str, classes: Iterable[str]) -> None:
     """
     if _PER_RANK in classes:
         raise UnsupportedLeafError(
-            "of a PerRank within an object, or saved through DCP, only the value of one rank would be saved",
+            "a PerRank within an object, or saved through DCP, would keep the value of one rank only",
             key,
             remedy="Give each rank's value a key of its own, such as f'rng.{rank}', or save it by functional_ckpt.save",
         )

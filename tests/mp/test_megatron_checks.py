@@ -26,7 +26,7 @@ def with_a_hole(rank, path):
 
     arrival.PATIENCE_S = 1.0
     half = mcore.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, 3))
-    problem = "Invalid access pattern" if rank == 0 else "rank 0 did not come"
+    problem = "Invalid access pattern" if rank == 0 else "rank 0 did not reach this call"
     for number, more in enumerate(({}, {"async_sharded_save": True})):
         place = path / str(number)
         place.mkdir(exist_ok=True)

@@ -39,6 +39,11 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a rank that has died before it connected is waited for", "torch/group/lane.py",
+        "            lost = self._lane.ended(awaited)", "            lost = None",
+        ("tests/test_wires.py", "-k", "dies_before"),
+    ),
+    Mutant(
         "an object of a store is written without a condition", "store/objects.py",
         "kv().write(name, data, if_equal=_MISSING)", "kv().write(name, data)",
         ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),

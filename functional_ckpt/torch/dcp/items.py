@@ -97,7 +97,7 @@ def _plain(data: bytes) -> tuple[Any] | None:
 
 
 def _tidy_paths(keys: Iterable[str], planner_data: Any) -> dict[str, Path]:
-    """Return the paths of keys; as dict keys those positions of lists that make no whole list (DCP drops empty dicts).
+    """Return the paths of keys. Where a list has gaps, since DCP drops empty dicts, its positions become dict keys.
 
     All that the planner has mapped counts, not only the items that were left to this rank.
     """

@@ -35,6 +35,8 @@ class Board:
     def __init__(self, store: Any, prefix: str) -> None:
         #: The calls in which this rank has published that it waits, by lane.
         self.said: dict[str, str] = {}
+        #: Ranks of this process that have published an address; see `presence`.
+        self.present: set[int] = set()
         self._parent, self._prefix = store, prefix
         self._store: Any = None
         self._lock = threading.Lock()

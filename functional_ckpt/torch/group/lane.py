@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ import attrs
 from functional_ckpt.errors import CheckpointError, RankFailedError
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.group.board import Board
+from functional_ckpt.torch.group.presence import announce, has_ended
 from functional_ckpt.torch.group.wires import MismatchError, Patience, WireError, Wires
 
 __all__ = ["Call", "Lane"]
@@ -109,7 +110,7 @@ class Lane:
         return self._generation, self._number
 
     def _is_final(self, note: _Note) -> bool:
-        """Tell whether a call was given up for another reason than a rank that had not begun it yet."""
+        """Tell whether a call cannot be repeated: a rank was lost, or the ranks called different things."""
         heard = {each.rank for each in self._notes}
         return note.is_mixed or (note.lost is not None and note.lost not in heard)
 
@@ -130,9 +131,15 @@ class Lane:
         if generation != self._generation or self._is_broken:
             raise RankFailedError("the connections of the ranks broke in an earlier step", rank=self.rank)
         if self._wires is None:
+            announce(self._board, self.members[self.rank], self._host, timeout_s)
             name = f"{self.name}/{generation}"
             self._wires = Wires(self._board, self.rank, self.size, name, self._host, timeout_s)
         return self._wires
+
+    def ended(self, ranks: Collection[int]) -> int | None:
+        """Return one of `ranks` whose process has ended, if there is one."""
+        found = (rank for rank in sorted(ranks) if has_ended(self._board, self.members[rank], _BOARD_S))
+        return next(found, None)
 
     def notes(self, timeout_s: float) -> Sequence[_Note]:
         """Return the notes of the ranks that have given up a call of this generation."""
@@ -282,7 +289,7 @@ class Call:
         self._asked_s = 0.0
         return Patience(self._timeout_s, self._look, lambda _: self._ask())
 
-    def _look(self, waited_s: float) -> None:
+    def _look(self, waited_s: float, awaited: Collection[int]) -> None:
         if self._is_over is not None and self._is_over():
             raise WireError("the save is over")
         if waited_s - self._asked_s < min(_ASK_S, self._timeout_s / 4):
@@ -290,6 +297,11 @@ class Call:
         self._asked_s = waited_s
         self._lane.say(self._what)
         self._ask()
+        lost: int | None = None
+        with contextlib.suppress(ConnectionError):  # as in `_ask`
+            lost = self._lane.ended(awaited)
+        if lost is not None:
+            raise WireError(f"the process of rank {lost} has ended", lost)
 
     def _ask(self) -> None:
         """Stop waiting if another rank has given up."""

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -55,12 +55,12 @@ class MismatchError(WireError):
 class Patience:
     """How long another rank may be silent. Each function may raise to end the waiting.
 
-    `look` is called regularly with the seconds waited, `hung_up` when a rank that is not waited for closes its
-    connection.
+    `look` is called regularly with the seconds waited and the ranks waited for, `hung_up` when a rank that is not
+    waited for closes its connection.
     """
 
     timeout_s: float
-    look: Callable[[float], None]
+    look: Callable[[float, Collection[int]], None]
     hung_up: Callable[[int], None]
 
 
@@ -106,7 +106,7 @@ class Wires:
             found += _split(body.tobytes())
             distance *= 2
         # A rank that has all messages may close its connections; for a late rank that is not a failure.
-        self._wait(patience, 0.0, 0.0)
+        self._wait(patience, 0.0, 0.0, ())
         return [found[(other - rank) % size] for other in range(size)]
 
     def transfer(
@@ -132,7 +132,7 @@ class Wires:
             last = time.monotonic() if moved else last
             if time.monotonic() - last > patience.timeout_s:
                 raise WireError(f"rank {' and '.join(map(str, sorted(awaited)))} was silent for {patience.timeout_s} s")
-            self._wait(patience, time.monotonic() - began, min(_TICK_S, patience.timeout_s))
+            self._wait(patience, time.monotonic() - began, min(_TICK_S, patience.timeout_s), awaited)
 
     def _awaited(self, target: int, leaving: "_Leaving | None", coming: "_Coming | None") -> set[int]:
         """Return the ranks that this one waits for, and register the events of their connections."""
@@ -147,23 +147,23 @@ class Wires:
                 self._watch(self._receiving[coming.source], coming.source, events)
         return awaited
 
-    def _wait(self, patience: Patience, waited_s: float, moment_s: float) -> None:
+    def _wait(self, patience: Patience, waited_s: float, moment_s: float, awaited: Collection[int]) -> None:
         """Wait for an event for up to `moment_s`; accept new connections and notice closed ones."""
         try:
             events = self._epoll.poll(moment_s)
         except ValueError as error:  # closed by another thread, since the interpreter is shutting down
             raise WireError("this rank has closed its connections") from error
         if not events:
-            patience.look(waited_s)
+            patience.look(waited_s, awaited)
         for number, event in events:
             if number == self._listener.fileno():
                 self._accept()
             elif number in self._strangers:
                 self._greet(number)
             elif event & _GONE and not self._watched[number][1] & select.EPOLLIN:
-                peer, awaited = self._watched.pop(number)
+                peer, waits = self._watched.pop(number)
                 self._epoll.unregister(number)
-                if awaited & select.EPOLLOUT:
+                if waits & select.EPOLLOUT:
                     raise WireError(f"rank {peer} has closed its connection", peer)
                 patience.hung_up(peer)
 
@@ -214,7 +214,7 @@ class Wires:
         while (text := self._board.read(f"{self._name}/address/{target}", patience.timeout_s)) is None:
             if time.monotonic() > ends:
                 raise WireError(f"rank {target} did not publish its address within {patience.timeout_s} s")
-            patience.look(time.monotonic() - began)
+            patience.look(time.monotonic() - began, (target,))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _TICK_S)
         address = json.loads(text)

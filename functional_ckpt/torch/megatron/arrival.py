@@ -1,7 +1,7 @@
-"""Waiting for rank 0 after Megatron has let it alone check the shards of all ranks, where it may have raised.
+"""Waiting for rank 0, which alone checks the shards of all ranks in Megatron's code and may have raised there.
 
 The other ranks go on, and would wait for rank 0 until their timeout. The time of the check, and of writing the file of
-the common half, is bounded, so that they can tell when rank 0 does not come any more.
+the common half, is bounded, so after that time they know that rank 0 has failed.
 """
 
 import sys
@@ -95,7 +95,7 @@ def wait_for_rank_0(process_group: Any, timeout_s: float, what: str, shards: int
         if is_over is None:
             raise
         raise RankFailedError(
-            "rank 0 did not come: it checks the shards of all ranks alone before this, and probably raised there",
+            "rank 0 did not reach this call: it probably failed in Megatron's check, which it makes alone",
             rank=0,
             found=str(error),
             remedy="Read the error of rank 0",

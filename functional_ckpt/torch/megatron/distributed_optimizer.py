@@ -157,10 +157,10 @@ def _like(own: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[s
             if all(group.get(name) == marks[name] for name in names):
                 return {**group, **marks}
     raise SpecError(
-        "the checkpoint has no such parameter group as the optimizer",
+        "no parameter group of the checkpoint matches one of the optimizer",
         expected=marks,
         found=[{name: group.get(name) for name in marks} for group in groups],
-        remedy="Make the optimizer with the multipliers that it was saved with",
+        remedy="Make the optimizer with the learning rate and weight decay multipliers of the save",
     )
 
 
