@@ -45,7 +45,7 @@ def save(
         What this rank holds. DTensors are sharded; plain tensors and values under one key on several ranks are
         copies; `PerRank` marks values that differ by rank. Keys are paths joined by dots.
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint. The same on all ranks.
+        Directory (a path or ``file://``), or ``memory://``, ``s3://`` or ``gs://`` URL. The same on all ranks.
     policy
         How to save: layout, durability, memory, what to do with objects; see `SavePolicy`.
     process_group
@@ -168,7 +168,7 @@ def load(
         `LocalShards`) are filled in place and returned. Meta tensors and specs are allocated. Plain values are replaced
         by the stored ones, also where `like` holds None.
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of a committed checkpoint.
+        Directory (a path or ``file://``), or ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
     policy
         Which keys to load and under which names, whether data types and shapes may change, what is checked, how
         values per rank are dealt; see `LoadPolicy`.

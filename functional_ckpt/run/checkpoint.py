@@ -260,7 +260,9 @@ def open_checkpoint(path: str | Path, *, store: StorePolicy = StorePolicy()) -> 
     Parameters
     ----------
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+        The checkpoint: a directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
+    store
+        How to reach an object store.
 
     Raises
     ------

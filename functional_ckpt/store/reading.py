@@ -39,7 +39,9 @@ def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Ma
     Parameters
     ----------
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+        The checkpoint: a directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
+    store
+        How to reach an object store.
 
     Raises
     ------
@@ -216,9 +218,11 @@ def verify(
     Parameters
     ----------
     path
-        Directory (a path or ``file://``) or ``memory://`` URL of the checkpoint.
+        The checkpoint: a directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
     on_bytes
         Called from working threads with the number of bytes that were just read and compared.
+    store
+        How to reach an object store.
 
     Raises
     ------
