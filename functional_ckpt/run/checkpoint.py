@@ -260,7 +260,7 @@ def open_checkpoint(path: str | Path, *, store: StorePolicy = StorePolicy()) -> 
     Parameters
     ----------
     path
-        The checkpoint: a directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
+        A directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
     store
         How to reach an object store.
 

@@ -39,7 +39,7 @@ def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Ma
     Parameters
     ----------
     path
-        The checkpoint: a directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
+        A directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
     store
         How to reach an object store.
 
@@ -218,7 +218,7 @@ def verify(
     Parameters
     ----------
     path
-        The checkpoint: a directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
+        A directory (path or ``file://``), or a ``memory://``, ``s3://``, ``gs://`` or ``http(s)://`` URL.
     on_bytes
         Called from working threads with the number of bytes that were just read and compared.
     store
