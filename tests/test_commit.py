@@ -265,16 +265,17 @@ def test_before_the_root_no_tool_opens_the_path(tmp_path):
 def test_a_running_save_keeps_its_memory(fast):
     """A second save to the same place is refused, and takes nothing from the first."""
     hold, held = threading.Event(), threading.Event()
+    queued = attrs.evolve(fast, in_flight="queue")
 
     def wait(progress):
         if progress.phase == "publish":
             held.set()
-            hold.wait(20)
+            assert hold.wait(20)
 
-    pending = async_save({"w": np.ones(3)}, "memory://running", policy=fast, progress=wait)
-    held.wait(20)
+    pending = async_save({"w": np.ones(3)}, "memory://running", policy=queued, progress=wait)
+    assert held.wait(20)
     with pytest.raises(errors.AlreadyExistsError, match="running"):
-        save({"w": np.zeros(3)}, "memory://running", policy=fast)
+        async_save({"w": np.zeros(3)}, "memory://running", policy=queued)
     assert sweep("memory://running") == ()
     hold.set()
     pending.result(20)
