@@ -268,6 +268,7 @@ def test_a_forked_child_does_not_keep_the_presence_of_its_rank():
         os.write(tells, bytes([len(presence._LISTENERS)]))
         os._exit(0)
     os.waitpid(child, 0)
-    assert (presence._LISTENERS, os.read(told, 1)) == ([*presence._LISTENERS[:1]], b"\0")
+    # Ranks that are threads of one process announce at the same time, and share one port.
+    assert (len(presence._LISTENERS), os.read(told, 1)) == (1, b"\0")
     os.close(told)
     os.close(tells)

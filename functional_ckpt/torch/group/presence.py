@@ -7,6 +7,7 @@ refuses to connect says that the process has ended.
 import json
 import os
 import socket
+import threading
 
 from functional_ckpt.torch.group.addresses import host_id, listener, places
 from functional_ckpt.torch.group.board import Board
@@ -29,8 +30,9 @@ def announce(board: Board, member: int, host: str | None, timeout_s: float) -> N
     """
     if member in board.present:
         return
-    if not _LISTENERS:
-        _LISTENERS.append(listener())
+    with _LOCK:
+        if not _LISTENERS:
+            _LISTENERS.append(listener())
     address = {"host": host_id(), "places": places(host), "port": _LISTENERS[0].getsockname()[1]}
     board.put(_name(member), json.dumps(address), timeout_s)
     board.present.add(member)
@@ -82,4 +84,5 @@ def _close() -> None:
 
 
 _LISTENERS: list[socket.socket] = []
+_LOCK = threading.Lock()
 os.register_at_fork(after_in_child=_close)
