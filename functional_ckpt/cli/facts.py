@@ -12,10 +12,9 @@ import numpy as np
 from functional_ckpt.cli.content import Index, corner, histogram, moments, picked
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError, raise_problems
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
-from functional_ckpt.plan.outline import Branch, outline_of
+from functional_ckpt.plan.outline import Branch, is_selected, outline_of
 from functional_ckpt.plan.prefixes import prefixes_of
 from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
-from functional_ckpt.spec.tree import has_prefix
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import stored_nbytes
 from functional_ckpt.store.commit import PROVENANCE
@@ -45,16 +44,15 @@ def listing(checkpoint: Checkpoint, prefixes: Sequence[str] = ()) -> Facts:
     manifest = checkpoint.manifest
     check_prefixes(manifest, prefixes)
 
-    def is_wanted(key: str) -> bool:
-        return not prefixes or any(has_prefix(key, prefix) for prefix in prefixes)
-
-    arrays = [_array(entry) for entry in manifest.arrays if is_wanted(entry.spec.key)]
+    arrays = [_array(entry) for entry in manifest.arrays if is_selected(entry.spec.key, prefixes)]
     return {
         "path": checkpoint.url,
         "prefixes": list(prefixes),
         "arrays": arrays,
-        "tied": [{"key": a.key, "target": a.target} for a in manifest.aliases if is_wanted(a.key)],
-        "values": [{"key": v.key, "value": json.loads(v.text)} for v in manifest.values if is_wanted(v.key)],
+        "tied": [{"key": a.key, "target": a.target} for a in manifest.aliases if is_selected(a.key, prefixes)],
+        "values": [
+            {"key": v.key, "value": json.loads(v.text)} for v in manifest.values if is_selected(v.key, prefixes)
+        ],
         "totals": {"nbytes": sum(a["nbytes"] for a in arrays), "chunks": sum(a["chunks"] for a in arrays)},
     }
 

@@ -11,7 +11,7 @@ import attrs
 from functional_ckpt.plan.text import count, short, shown, size
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["Branch", "Leaf", "depth_for", "folded", "natural", "outline", "outline_of"]
+__all__ = ["Branch", "Leaf", "depth_for", "folded", "is_selected", "natural", "outline", "outline_of"]
 
 #: Deeper levels are shown as one name: real states do not nest so deep, but a crafted file may.
 _DEEPEST = 60
@@ -104,13 +104,21 @@ def outline_of(manifest: Any, prefixes: Sequence[str] = ()) -> Branch:
     return outline(_leaves(manifest, prefixes))
 
 
-def _leaves(manifest: Any, prefixes: Sequence[str]) -> Iterator[Leaf]:
-    def is_wanted(key: str) -> bool:
-        return not prefixes or any(has_prefix(key, prefix) for prefix in prefixes)
+def is_selected(key: str, prefixes: Sequence[str]) -> bool:
+    """Tell whether `key` has one of `prefixes`; all keys do if there are none.
 
+    Examples
+    --------
+    >>> is_selected("model.w", ["optim", "model"]), is_selected("model.w", []), is_selected("model.w", ["mod"])
+    (True, True, False)
+    """
+    return not prefixes or any(has_prefix(key, prefix) for prefix in prefixes)
+
+
+def _leaves(manifest: Any, prefixes: Sequence[str]) -> Iterator[Leaf]:
     for entry in manifest.arrays:
         spec = entry.spec
-        if not is_wanted(spec.key):
+        if not is_selected(spec.key, prefixes):
             continue
         if entry.codec is not None:
             yield Leaf(spec.key, f"object ({entry.codec})", 0, spec.nbytes, entry.grid.size, True)
@@ -118,10 +126,10 @@ def _leaves(manifest: Any, prefixes: Sequence[str]) -> Iterator[Leaf]:
             what = f"{spec.dtype} {list(spec.shape)}"
             yield Leaf(spec.key, what, prod(spec.shape), spec.nbytes, entry.grid.size, True, spec.dtype)
     for value in manifest.values:
-        if is_wanted(value.key):
+        if is_selected(value.key, prefixes):
             yield Leaf(value.key, short(shown(json.loads(value.text))))
     for alias in manifest.aliases:
-        if is_wanted(alias.key):
+        if is_selected(alias.key, prefixes):
             yield Leaf(alias.key, f"= {alias.target}")
 
 

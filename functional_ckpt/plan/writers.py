@@ -28,11 +28,12 @@ def writers_to(arrays: Sequence[ArrayPlan], array: Ints, chunk: Ints, rank: Ints
     """
     order = np.lexsort((chunk, array))
     array, rank = array[order], rank[order]
-    bounds = np.searchsorted(array, np.arange(len(arrays) + 1))
+    several = np.unique(array[1:][(array[1:] == array[:-1]) & (rank[1:] != rank[:-1])])
+    bounds = zip(*(np.searchsorted(array, several, side).tolist() for side in ("left", "right")), strict=True)
     found: dict[str, list[list[int]]] = {}
-    for plan, lo, hi in zip(arrays, bounds.tolist(), bounds[1:].tolist(), strict=False):
-        if hi - lo == plan.grid.size and (rank[lo:hi] != rank[lo : lo + 1]).any():
-            found[plan.spec.key] = [[r, len(list(run))] for r, run in groupby(rank[lo:hi].tolist())]
+    for number, (lo, hi) in zip(several.tolist(), bounds, strict=True):
+        if hi - lo == arrays[number].grid.size:
+            found[arrays[number].spec.key] = [[r, len(list(run))] for r, run in groupby(rank[lo:hi].tolist())]
     return found
 
 

@@ -17,6 +17,7 @@ from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.plan.mismatch import listed, nearest
 from functional_ckpt.plan.outline import outline_of
+from functional_ckpt.plan.save import GIB
 from functional_ckpt.plan.text import count, size
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
@@ -34,8 +35,6 @@ from functional_ckpt.store.values import decode_text, refuse_colliding
 __all__ = ["Checkpoint", "StoredArray", "open_checkpoint"]
 
 Framework: TypeAlias = Literal["numpy", "torch"]
-
-_BUDGET_NBYTES = 2**30
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -127,7 +126,7 @@ class StoredArray:
                 "an array does not fit into memory", self.key, shape=self.shape, found=str(error)
             ) from None
         reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
-        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], store, _BUDGET_NBYTES)
+        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], store, GIB)
         return values
 
     def torch(self) -> Any:

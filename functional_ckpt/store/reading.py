@@ -18,6 +18,7 @@ from functional_ckpt.errors import (
     changed,
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
+from functional_ckpt.plan.save import GIB
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
@@ -29,8 +30,6 @@ from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.work import Work, run_all
 
 __all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify"]
-
-_BUDGET_NBYTES = 2**30
 
 
 def read_manifest(path: str | Path, *, store: StorePolicy = StorePolicy()) -> Manifest:
@@ -246,7 +245,7 @@ def verify(
         return Count("read", sum(done), manifest.nbytes)
 
     with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
-        found = run_all(work, _BUDGET_NBYTES, count, found_in.capabilities.in_flight)
+        found = run_all(work, GIB, count, found_in.capabilities.in_flight)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()

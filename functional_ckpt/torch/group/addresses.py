@@ -6,10 +6,11 @@ import os
 import socket
 import struct
 from functools import cache
+from typing import Any
 
 from functional_ckpt.store.machine import boot_id
 
-__all__ = ["host_id", "listener", "places"]
+__all__ = ["endpoint", "host_id", "listener", "places", "ways_to"]
 
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
@@ -47,6 +48,23 @@ def places(towards: str | None) -> list[str]:
         found += [_address_of(name) for _, name in socket.if_nameindex()]
     kept = dict.fromkeys(place for place in found if place and not place.startswith(("127.", "::1", "fe80")))
     return [*kept] or [_LOOPBACK]
+
+
+def endpoint(listening: socket.socket, towards: str | None) -> dict[str, Any]:
+    """Return where other ranks can reach a listening socket, as JSON can hold it; `towards` as for `places`."""
+    return {"host": host_id(), "places": places(towards), "port": listening.getsockname()[1]}
+
+
+def ways_to(endpoint: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return what to connect to, in order, to reach the `endpoint` of a socket: on its own host the loopback first.
+
+    Examples
+    --------
+    >>> ways_to({"host": "another", "places": ["10.0.0.2", "10.1.0.2"], "port": 7})
+    [('10.0.0.2', 7), ('10.1.0.2', 7)]
+    """
+    here = [_LOOPBACK] if endpoint["host"] == host_id() else []
+    return [(place, endpoint["port"]) for place in dict.fromkeys([*here, *endpoint["places"]])]
 
 
 @cache

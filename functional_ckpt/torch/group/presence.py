@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 
-from functional_ckpt.torch.group.addresses import host_id, listener, places
+from functional_ckpt.torch.group.addresses import endpoint, listener, ways_to
 from functional_ckpt.torch.group.board import Board
 
 __all__ = ["announce", "has_ended"]
@@ -33,8 +33,7 @@ def announce(board: Board, member: int, host: str | None, timeout_s: float) -> N
     with _LOCK:
         if not _LISTENERS:
             _LISTENERS.append(listener())
-    address = {"host": host_id(), "places": places(host), "port": _LISTENERS[0].getsockname()[1]}
-    board.put(_name(member), json.dumps(address), timeout_s)
+    board.put(_name(member), json.dumps(endpoint(_LISTENERS[0], host)), timeout_s)
     board.present.add(member)
 
 
@@ -57,15 +56,13 @@ def has_ended(board: Board, member: int, timeout_s: float) -> bool:
     text = board.read(_name(member), timeout_s)
     if text is None:
         return False
-    address = json.loads(text)
     # One address may belong to another host as well, such as that of a bridge of containers: all must refuse.
-    here = ["127.0.0.1"] if address["host"] == host_id() else []
-    return all(_refuses(place, address["port"]) for place in dict.fromkeys([*here, *address["places"]]))
+    return all(map(_refuses, ways_to(json.loads(text))))
 
 
-def _refuses(place: str, port: int) -> bool:
+def _refuses(way: tuple[str, int]) -> bool:
     try:
-        socket.create_connection((place, port), _TRY_S).close()
+        socket.create_connection(way, _TRY_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:  # no answer tells nothing

@@ -21,7 +21,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.store.encoding import Array
-from functional_ckpt.torch.group.addresses import host_id, listener, places
+from functional_ckpt.torch.group.addresses import endpoint, listener, ways_to
 from functional_ckpt.torch.group.board import Board
 
 __all__ = ["MismatchError", "Patience", "WireError", "Wires"]
@@ -84,8 +84,7 @@ class Wires:
         self._listener = self._ends.enter_context(listener())
         self._listener.setblocking(False)
         self._epoll.register(self._listener, select.EPOLLIN)
-        address = {"secret": self._secret.hex(), "host": host_id(), "places": places(host)}
-        address["port"] = self._listener.getsockname()[1]
+        address = {"secret": self._secret.hex(), **endpoint(self._listener, host)}
         board.put(f"{name}/address/{rank}", json.dumps(address), timeout_s)
 
     def withdraw(self, timeout_s: float) -> None:
@@ -228,11 +227,10 @@ class Wires:
 
 def _dialled(target: int, address: dict[str, Any], ends: float) -> socket.socket:
     """Connect to a rank under one of its addresses."""
-    here = ["127.0.0.1"] if address["host"] == host_id() else []
     problem: OSError = TimeoutError()
-    for place in dict.fromkeys([*here, *address["places"]]):
+    for way in ways_to(address):
         try:
-            return socket.create_connection((place, address["port"]), max(0.1, min(_TRY_S, ends - time.monotonic())))
+            return socket.create_connection(way, max(0.1, min(_TRY_S, ends - time.monotonic())))
         except OSError as error:
             problem = error
     refused = isinstance(problem, ConnectionRefusedError)
