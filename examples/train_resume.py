@@ -7,6 +7,7 @@ Start it again with the same line, or another number of ranks. SIGTERM lets it s
 
 import argparse
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import gpt
@@ -35,8 +36,7 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "step": self.step}
 
     def set_state(self, state):
-        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **parts)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step = state["step"]
 
@@ -60,9 +60,9 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=5)
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # torch waits so long for a rank that never came
     trainer = Trainer(options.steps)
-    keep, policy = fc.KeepLast(2) | fc.KeepBest("loss"), fc.SavePolicy(timeout_s=60)  # a rank that died is waited for
+    keep, policy = fc.KeepLast(2) | fc.KeepBest("loss"), fc.SavePolicy(timeout_s=60)
     with fc.Checkpoints(options.root, keep=keep, policy=policy, on_signal=(signal.SIGTERM,)) as checkpoints:
         trainer.set_state(checkpoints.resume(trainer.state()))
         stop = False
