@@ -82,7 +82,7 @@ def write_plan(
     try:
         direct = [
             d
-            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
             for d in cast("list[Digest]", found or ())
         ]
     except Exception as error:
@@ -106,8 +106,10 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, in_flight = tuple(array.spec.key for array in plan.arrays), store.capabilities.in_flight
-    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, in_flight))), 0, Traffic())
+    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
+    return Receipt(
+        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
+    )
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -212,7 +214,7 @@ def read_plan(
     work: list[Work] = []
     for read in plan.reads:
         work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
-    run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+    run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
 
 
 @attrs.frozen
