@@ -19,6 +19,7 @@ from functional_ckpt.plan.field import (
 )
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.save import GIB
+from functional_ckpt.run.comm import TIMEOUT_S
 from functional_ckpt.spec.tree import has_prefix
 from functional_ckpt.store.access import StorePolicy
 
@@ -117,7 +118,7 @@ class SavePolicy:
     consolidate: bool = attrs.field(default=True, validator=flag)
     budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=whole(1))
     in_flight: InFlight = attrs.field(default="wait", validator=one_of(*get_args(InFlight)))
-    timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
 
@@ -273,7 +274,7 @@ class LoadPolicy:
     device: str = attrs.field(default="cpu", converter=_device, validator=_check_device)
     read_once: bool = attrs.field(default=False, validator=flag)
     budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=whole(1))
-    timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
     def selects(self, key: str) -> bool:

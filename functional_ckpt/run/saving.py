@@ -45,8 +45,8 @@ from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.chunk import check_chunks
-from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
-from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
+from functional_ckpt.store.encoding import METADATA_FILE, node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 

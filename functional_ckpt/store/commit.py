@@ -37,16 +37,20 @@ from functional_ckpt.store.directories import (
     make_directories,
     remove_tree,
 )
-from functional_ckpt.store.encoding import array_metadata, node_name, to_json
-from functional_ckpt.store.file_claim import Claim, claimed_by
-from functional_ckpt.store.opening import local_path, open_store
-from functional_ckpt.store.sweep import leftover_names, remove_leftovers
-from functional_ckpt.store.target import (
+from functional_ckpt.store.encoding import (
     MANIFEST,
     METADATA_FILE,
     METADATA_TEXT,
     PROVENANCE,
     ROOT,
+    array_metadata,
+    node_name,
+    to_json,
+)
+from functional_ckpt.store.file_claim import Claim, claimed_by
+from functional_ckpt.store.opening import local_path, open_store
+from functional_ckpt.store.sweep import leftover_names, remove_leftovers
+from functional_ckpt.store.target import (
     Replaceable,
     check_target,
     manifest_digest,
@@ -56,10 +60,6 @@ from functional_ckpt.store.target import (
 from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id, working_name
 
 __all__ = [
-    "MANIFEST",
-    "METADATA_FILE",
-    "PROVENANCE",
-    "ROOT",
     "Site",
     "abandon",
     "begin",

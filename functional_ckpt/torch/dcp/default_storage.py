@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from functional_ckpt.errors import SpecError
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
+from functional_ckpt.store.encoding import METADATA_FILE, ROOT
 from functional_ckpt.store.opening import directory_of, local_path
-from functional_ckpt.store.target import METADATA_FILE, ROOT, is_of_dcp
+from functional_ckpt.store.target import is_of_dcp
 from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, StorageReader, StorageWriter
 from functional_ckpt.torch.dcp.planner import check_unused
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
