@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from functional_ckpt import SavePolicy, save
-from functional_ckpt.store.claim import claimed_nodes
+from functional_ckpt.store.file_claim import claimed_nodes
 from functional_ckpt.testing.simulate import run_ranks
 from tests.disk import Cut, Log, files_below, is_aside, put
 from tests.places import MODES, check_recovery, put_foreign, run_save

@@ -9,9 +9,9 @@ from typing import Any
 from functional_ckpt.cli.facts import number_of, provenance_of
 from functional_ckpt.cli.screen import Screen, columns
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.plan.outline import natural
 from functional_ckpt.plan.retention import metrics_of
-from functional_ckpt.plan.text import count, size
+from functional_ckpt.show.outline import natural
+from functional_ckpt.show.text import count, size
 from functional_ckpt.store.commit import MANIFEST, ROOT
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.reading import root_attributes

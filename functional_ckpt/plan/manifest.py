@@ -15,10 +15,10 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.html import tree_html
 from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs
-from functional_ckpt.plan.outline import outline_of
 from functional_ckpt.plan.timings import Timings
+from functional_ckpt.show.html import tree_html
+from functional_ckpt.show.outline import outline_of
 from functional_ckpt.spec.array import BITS, ArraySpec, check_key
 from functional_ckpt.spec.tree import DictKey, Path
 

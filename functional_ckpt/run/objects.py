@@ -145,6 +145,6 @@ def _codec(key: str) -> Any:
     try:
         if "torch" not in sys.modules:
             importlib.import_module("torch")
-        return importlib.import_module("functional_ckpt.torch.objects")
+        return importlib.import_module("functional_ckpt.torch.object_codec")
     except ImportError as error:
         raise ObjectCodecError("objects need torch", key, found=str(error), remedy="pip install torch") from None

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from functional_ckpt.store.base import SaveClaim, Store
-from functional_ckpt.store.claim import Claim, claimed_by, is_live_in_memory, save_id_of
 from functional_ckpt.store.directories import is_directory, make_directories
+from functional_ckpt.store.file_claim import Claim, claimed_by, is_live_in_memory, save_id_of
 from functional_ckpt.store.files import NEW, FileStore
 from functional_ckpt.store.lease import Lease, LeasedStore, expired
 from functional_ckpt.store.temporary import claim_name, is_claim_name

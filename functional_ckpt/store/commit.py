@@ -29,7 +29,6 @@ from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import SaveClaim, Store, storage_errors
-from functional_ckpt.store.claim import Claim, claimed_by
 from functional_ckpt.store.claims import claims_in, has_claim, take_claim
 from functional_ckpt.store.directories import (
     check_exchange,
@@ -39,6 +38,7 @@ from functional_ckpt.store.directories import (
     remove_tree,
 )
 from functional_ckpt.store.encoding import array_metadata, node_name, to_json
+from functional_ckpt.store.file_claim import Claim, claimed_by
 from functional_ckpt.store.opening import local_path, open_store
 from functional_ckpt.store.sweep import leftover_names, remove_leftovers
 from functional_ckpt.store.target import (

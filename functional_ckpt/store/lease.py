@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from functional_ckpt.errors import AlreadyExistsError, CheckpointError, StorageError, add_notes
 from functional_ckpt.store.base import Store
-from functional_ckpt.store.claim import ABANDONED
+from functional_ckpt.store.file_claim import ABANDONED
 from functional_ckpt.store.machine import boot_id
 from functional_ckpt.store.temporary import claim_name, is_claim_name
 

@@ -19,11 +19,11 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.plan.manifest import FORMAT, VERSION, ArrayEntry, Manifest, check_version
 from functional_ckpt.plan.save import GIB
+from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
 from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, MANIFEST, ROOT, manifest_digest, root_metadata
-from functional_ckpt.store.display import Count, displayed
 from functional_ckpt.store.encoding import array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store

@@ -8,9 +8,9 @@ from pathlib import Path
 from functional_ckpt.errors import CheckpointWarning, StorageError
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.claim import claimed_nodes, state_of
 from functional_ckpt.store.claims import claims_in, listed, may_be_ours
 from functional_ckpt.store.directories import remove_tree
+from functional_ckpt.store.file_claim import claimed_nodes, state_of
 from functional_ckpt.store.files import NEW
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.temporary import is_claim_name, part_of

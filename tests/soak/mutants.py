@@ -44,7 +44,7 @@ MUTANTS = (
         ("tests/test_wires.py", "-k", "dies_before"),
     ),
     Mutant(
-        "an object of a store is written without a condition", "store/objects.py",
+        "an object of a store is written without a condition", "store/object_store.py",
         "kv().write(name, data, if_equal=_MISSING)", "kv().write(name, data)",
         ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
     ),
@@ -74,7 +74,7 @@ MUTANTS = (
         ("tests/stores/test_savers.py", "-k", "half_way"),
     ),
     Mutant(
-        "a request that was repeated is taken for another's object, or the reverse", "store/objects.py",
+        "a request that was repeated is taken for another's object, or the reverse", "store/object_store.py",
         "        if found != data:", "        if not found:",
         ("tests/stores/test_savers.py", "-k", "never_replaced"),
     ),
@@ -89,7 +89,7 @@ MUTANTS = (
         ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
     ),
     Mutant(
-        "a rank writes on though its save was given up", "store/objects.py",
+        "a rank writes on though its save was given up", "store/object_store.py",
         "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
         ("tests/stores/test_savers.py", "-k", "given_up"),
     ),
@@ -130,7 +130,7 @@ MUTANTS = (
         ("tests/test_halves.py", "-k", "while_its_halves"),
     ),
     Mutant(
-        "a claim is unlocked before it is unlinked", "store/claim.py",
+        "a claim is unlocked before it is unlinked", "store/file_claim.py",
         "                os.unlink(self.path)",
         "                fcntl.flock(self._file, fcntl.LOCK_UN), os.unlink(self.path)",
         ("tests/test_claims.py", "-k", "lock"),
@@ -148,7 +148,7 @@ MUTANTS = (
         "sync_directory(directory.parent)", "pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
-        "a claim in place is not synced", "store/claim.py",
+        "a claim in place is not synced", "store/file_claim.py",
         "            os.fsync(self._file or 0)", "            pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = (
         ("tests/test_faults.py",),
     ),
     Mutant(
-        "claims of other machines are swept", "store/claim.py",
+        "claims of other machines are swept", "store/file_claim.py",
         'return "dead" if same else "foreign"', 'return "dead"', ("tests/test_claims.py",),
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = (
         "        claim.set_aside()", "        pass", ("tests/test_claims.py",),
     ),
     Mutant(
-        "a claim that is swept is not made again", "store/claim.py",
+        "a claim that is swept is not made again", "store/file_claim.py",
         "                continue\n", "                raise\n", ("tests/test_sweeps.py",),
     ),
     Mutant(
@@ -289,19 +289,19 @@ MUTANTS = (
         "if _PLAIN.fullmatch(name)", "if name", ("tests/test_cli_completion.py",),
     ),
     Mutant(
-        "keys are tags of a notebook's page", "plan/html.py",
+        "keys are tags of a notebook's page", "show/html.py",
         "    return escape(clean(short(text)))", "    return clean(short(text))", ("tests/test_reprs.py",),
     ),
     Mutant(
-        "keys steer the terminal", "plan/text.py",
+        "keys steer the terminal", "show/text.py",
         'repr(c)[1:-1] for c in text)', 'c for c in text)', ("tests/test_cli_tree.py",),
     ),
     Mutant(
-        "a terminal that goes away is an error", "store/display.py",
+        "a terminal that goes away is an error", "show/bar.py",
         "except Exception:  # of a terminal", "except KeyError:  # of a terminal", ("tests/test_display.py",),
     ),
     Mutant(
-        "two bars write over one another", "store/display.py",
+        "two bars write over one another", "show/bar.py",
         "_BAR.acquire(blocking=False)", "_BAR", ("tests/test_display.py", "-k", "one_bar"),
     ),
     Mutant(

@@ -40,7 +40,7 @@ from functional_ckpt.plan.manifest import Manifest, RankItem, canonical
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import DictKey, Path
 from functional_ckpt.store.values import decode_value, encode_value, is_plain
-from functional_ckpt.torch.objects import dump
+from functional_ckpt.torch.object_codec import dump
 from functional_ckpt.torch.tensors import TORCH_DTYPES
 
 __all__ = [

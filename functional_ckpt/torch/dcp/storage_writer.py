@@ -29,8 +29,8 @@ from functional_ckpt.run.saving import (
     write_parts,
 )
 from functional_ckpt.run.timed import timed
+from functional_ckpt.show.bar import displayed
 from functional_ckpt.spec.array import ArraySpec
-from functional_ckpt.store.display import displayed
 from functional_ckpt.torch.dcp.bridge import (
     Members,
     Metadata,

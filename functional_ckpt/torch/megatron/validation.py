@@ -32,7 +32,7 @@ from functional_ckpt.torch.megatron.sharded_base import (
 )
 from functional_ckpt.torch.megatron.sharded_state import as_object, as_tensor, is_object, is_tensor
 from functional_ckpt.torch.megatron.state_tree import leaves_of, map_leaves
-from functional_ckpt.torch.objects import dump
+from functional_ckpt.torch.object_codec import dump
 
 __all__ = [
     "StrictHandling",

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.plan.text import clean, size
+from functional_ckpt.show.text import clean, size
 
 __all__ = ["Count", "displayed", "told"]
 
