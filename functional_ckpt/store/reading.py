@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
-from functional_ckpt.store.commit import manifest_digest, root_metadata
+from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, manifest_digest, root_metadata
 from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
@@ -170,7 +170,7 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
         If this is not the root of a checkpoint; the error tells what is in the store instead.
     """
     try:
-        attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]
+        attributes: dict[str, Any] = _document(root or b"")["attributes"]
         ours = attributes[FORMAT]
         if ours["format"] != FORMAT:
             raise KeyError("format")
@@ -182,9 +182,17 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
         raise why_not(store, root) from None
 
 
-def _without_arrays(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Drop the consolidated metadata of each array as soon as it is parsed: it would take a dozen objects each."""
-    return None if record.get("node_type") == "array" else record
+def _document(root: bytes) -> Any:
+    """Return a root's document; one that we wrote is returned without the metadata of its arrays, which is not parsed.
+
+    That metadata is for other tools, and has several times the size of the manifest. Braces in it are balanced, so that
+    the rest is no JSON if `CONSOLIDATED_END` was found anywhere else.
+    """
+    _, found, rest = root.partition(CONSOLIDATED_END)
+    if found and root.startswith(CONSOLIDATED):
+        with suppress(ValueError):
+            return json.loads(b"{" + rest)
+    return json.loads(root)
 
 
 @attrs.frozen
