@@ -133,8 +133,9 @@ def begin(
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode == "marker":
-        return _begin_marker(store, Site(store.url, store.url, "marker", save_id, access=access), overwrite, names,
-                             durability)  # fmt: skip
+        return _begin_marker(
+            store, Site(store.url, store.url, "marker", save_id, access=access), overwrite, names, durability
+        )
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
@@ -258,10 +259,12 @@ def _publish_object(store: Store, root: bytes) -> None:
                 return
         # The request may still be on its way: chunks are not removed under a root that comes.
         raise OutcomeUnknownError(
-            "it is not known whether the checkpoint was published", path=f"{store.url}/{ROOT}", found=error.found,
+            "it is not known whether the checkpoint was published",
+            path=f"{store.url}/{ROOT}",
+            found=error.found,
             remedy="Look at the path: it holds the whole checkpoint or none; what is left otherwise is for "
             "functional_ckpt.sweep, or for the next save",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _taken_back(store: Store, stands: Callable[[], bool]) -> tuple[str, ...]:
@@ -272,8 +275,11 @@ def _taken_back(store: Store, stands: Callable[[], bool]) -> tuple[str, ...]:
     except CheckpointError as error:
         return (f"it could not be known whether its claim has held until then ({error}); verify it",)
     store.delete([ROOT])
-    raise StorageError("the claim of this save was taken over while it published: it was taken for dead",
-                       path=store.url, remedy="Save again, with a longer StorePolicy(lease_s=...)")  # fmt: skip
+    raise StorageError(
+        "the claim of this save was taken over while it published: it was taken for dead",
+        path=store.url,
+        remedy="Save again, with a longer StorePolicy(lease_s=...)",
+    )
 
 
 def abandon(site: Site, claim: SaveClaim | None, late: bool = False) -> tuple[str, ...]:
@@ -314,11 +320,11 @@ def _begin_marker(
 ) -> tuple[Site, SaveClaim]:
     if store.nbytes_of(ROOT) is not None:
         raise AlreadyExistsError(
-            "the path holds a committed checkpoint or Zarr group", path=store.url,
-            remedy="Save to a new path, such as one for each step" + (
-                ": a checkpoint that is committed in place is never overwritten" if overwrite else ""
-            ),
-        )  # fmt: skip
+            "the path holds a committed checkpoint or Zarr group",
+            path=store.url,
+            remedy="Save to a new path, such as one for each step"
+            + (": a checkpoint that is committed in place is never overwritten" if overwrite else ""),
+        )
     with storage_errors("creating the directory to save to", site.url):
         claim = take_claim(store, site.save_id, durability not in _NOT_EACH)
     try:

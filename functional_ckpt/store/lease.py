@@ -85,10 +85,11 @@ class Lease:
         except AlreadyExistsError:
             return
         raise StorageError(
-            "this server writes over an object although it was told to create a new one", path=self._store.url,
+            "this server writes over an object although it was told to create a new one",
+            path=self._store.url,
             remedy="If no other save to this path, and no sweep, can run at the same time, pass "
             "SavePolicy(store=StorePolicy(alone=True)); else save to another server",
-        )  # fmt: skip
+        )
 
     @property
     def label(self) -> str:
@@ -99,8 +100,9 @@ class Lease:
         """Say which nodes are going to be written."""
         self._content["nodes"] = list(nodes)
         if not self._renew():
-            raise StorageError("the claim of this save was removed as soon as it was made", path=self._store.url,
-                               remedy="Save again")  # fmt: skip
+            raise StorageError(
+                "the claim of this save was removed as soon as it was made", path=self._store.url, remedy="Save again"
+            )
 
     def is_held(self) -> bool:
         """Renew the claim; tell whether that was possible: nobody has taken it over.
@@ -235,8 +237,13 @@ def _lease_of(content: dict[str, Any]) -> float:
 
 def _process() -> dict[str, Any]:
     """Return what names this process among all of this machine's, on all its containers."""
-    return {"host": os.uname().nodename, "boot": boot_id(), "space": _space(), "pid": os.getpid(),
-            "began": _began(os.getpid())}  # fmt: skip
+    return {
+        "host": os.uname().nodename,
+        "boot": boot_id(),
+        "space": _space(),
+        "pid": os.getpid(),
+        "began": _began(os.getpid()),
+    }
 
 
 def _is_over(content: dict[str, Any]) -> bool:

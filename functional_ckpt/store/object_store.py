@@ -122,8 +122,9 @@ class ObjectStore:
         found = self.read(name)
         if found is None:
             list(self.names())  # says what is wrong with the bucket, if that is so
-            raise StorageError("writing failed", path=self._named(name), found="the server refused it",
-                               remedy="Save again")  # fmt: skip
+            raise StorageError(
+                "writing failed", path=self._named(name), found="the server refused it", remedy="Save again"
+            )
         if found != data:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
 
@@ -217,8 +218,12 @@ class ObjectStore:
         """Return all of an object, which must have `nbytes` bytes at least."""
         data = self.read(name, 2**62)
         if data is None or len(data) < nbytes:
-            raise CorruptionError("an object is too short", path=self._named(name), expected=f"{nbytes} bytes",
-                                  found="nothing" if data is None else f"{len(data)} bytes")  # fmt: skip
+            raise CorruptionError(
+                "an object is too short",
+                path=self._named(name),
+                expected=f"{nbytes} bytes",
+                found="nothing" if data is None else f"{len(data)} bytes",
+            )
         return data
 
     def _ahead(self, futures: Iterable[Any], count: int = 4) -> Iterator[Any]:
@@ -278,9 +283,12 @@ class ObjectStore:
             data = self.read(self.guard)
             if data is None or is_taken(data):
                 raise StorageError(
-                    "the save was abandoned or swept while this rank was writing", path=self.url,
-                    expected=f"the claim {self.guard}", found="none", remedy="Save again under a new path",
-                )  # fmt: skip
+                    "the save was abandoned or swept while this rank was writing",
+                    path=self.url,
+                    expected=f"the claim {self.guard}",
+                    found="none",
+                    remedy="Save again under a new path",
+                )
             self._guarding.looked_s = now
 
     def flush(self) -> None:
@@ -321,9 +329,11 @@ class ObjectStore:
         except TimeoutError:
             future.cancel()
             raise StorageError(
-                f"{what} took too long", path=self._named(name), expected=f"at most {self.policy.timeout_s} s",
+                f"{what} took too long",
+                path=self._named(name),
+                expected=f"at most {self.policy.timeout_s} s",
                 remedy="Check the endpoint and the network, or pass a longer StorePolicy(timeout_s=...)",
-            ) from None  # fmt: skip
+            ) from None
         except (ValueError, RuntimeError) as error:
             raise _explained(what, self._named(name), str(error)) from error
 
@@ -360,11 +370,17 @@ def _opened(spec: str, credentials: str, retries: int, delay_s: float, concurren
     """Open a key-value store, once in this process: it keeps connections."""
     waits = {"max_retries": retries, "initial_delay": f"{delay_s}s", "max_delay": f"{max(delay_s, _LONGEST_DELAY_S)}s"}
     many: dict[str, Any] = {"limit": concurrency}
-    context = ts.Context({
-        "s3_request_retries": waits, "gcs_request_retries": waits, "http_request_retries": waits,
-        "s3_request_concurrency": many, "gcs_request_concurrency": many, "http_request_concurrency": many,
-        "aws_credentials": {"type": credentials},
-    })  # fmt: skip
+    context = ts.Context(
+        {
+            "s3_request_retries": waits,
+            "gcs_request_retries": waits,
+            "http_request_retries": waits,
+            "s3_request_concurrency": many,
+            "gcs_request_concurrency": many,
+            "http_request_concurrency": many,
+            "aws_credentials": {"type": credentials},
+        }
+    )
     return ts.KvStore.open(json.loads(spec), context=context).result()
 
 

@@ -279,7 +279,7 @@ MUTANTS = (
     ),
     Mutant(
         "a key may be stored where the root is made", "store/encoding.py",
-        '"zarr.json.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
+        'f"{ROOT}.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
     ),
     Mutant(
         "narrow does not look at the offset", "spec/shard.py",

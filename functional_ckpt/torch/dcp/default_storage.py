@@ -81,9 +81,7 @@ class Installed:
         self.undo()
 
 
-def install(
-    save_policy: SavePolicy = INSTALLED_SAVE_POLICY, load_policy: LoadPolicy = LoadPolicy()
-) -> Installed:  # fmt: skip
+def install(save_policy: SavePolicy = INSTALLED_SAVE_POLICY, load_policy: LoadPolicy = LoadPolicy()) -> Installed:
     """Let ``torch.distributed.checkpoint`` use the storage of this library for every path, in this process.
 
     It does where a program passes only ``checkpoint_id``, or makes a ``FileSystemWriter`` or ``FileSystemReader`` of
