@@ -23,7 +23,7 @@ from functional_ckpt.run.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.run.progress import Tracker
-from functional_ckpt.run.wanted import Told, WantedKeys
+from functional_ckpt.run.wanted import KeySummary, WantedKeys
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
@@ -108,7 +108,7 @@ def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker
 class _Request:
     """What a rank sends to the others before a load: its keys, and with `read_once` the pieces that it wants."""
 
-    keys: Told
+    keys: KeySummary
     wanted: Pieces | None
     budget_nbytes: int
 
@@ -164,7 +164,7 @@ class _Loader:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        return _Request(self.keys.told(), wanted, self.policy.budget_nbytes)
+        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes)
 
     def check(self, requests: Sequence[_Request]) -> None:
         """Raise what is wrong with this rank's leaves, and with the keys of all ranks.

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, as_number, flag, one_of, refuse, seconds, whole
+from functional_ckpt.plan.field import as_int, as_number, at_least, flag, one_of, refuse, seconds
 
 __all__ = ["SCHEMES", "Place", "StorePolicy"]
 
@@ -63,10 +63,10 @@ class StorePolicy:
     endpoint: str | None = attrs.field(default=None, validator=_text_or_none)
     region: str | None = attrs.field(default=None, validator=_text_or_none)
     credentials: Credentials = attrs.field(default="auto", validator=one_of(*get_args(Credentials)))
-    retries: int = attrs.field(default=8, converter=as_int, validator=whole(0))
+    retries: int = attrs.field(default=8, converter=as_int, validator=at_least(0))
     retry_delay_s: float = attrs.field(default=0.25, converter=as_number, validator=seconds)
     timeout_s: float = attrs.field(default=300.0, converter=as_number, validator=seconds)
-    concurrency: int = attrs.field(default=32, converter=as_int, validator=whole(1))
+    concurrency: int = attrs.field(default=32, converter=as_int, validator=at_least(1))
     lease_s: float = attrs.field(default=60.0, converter=as_number, validator=seconds)
     alone: bool = attrs.field(default=False, validator=flag)
 

@@ -14,7 +14,7 @@ from functional_ckpt.store.files import NEW, FileStore
 from functional_ckpt.store.lease import Lease, LeasedStore, expired
 from functional_ckpt.store.temporary import claim_name, is_claim_name
 
-__all__ = ["claims_in", "has_claim", "listed", "may_be_ours", "take_claim"]
+__all__ = ["claims_in", "has_claim", "may_be_ours", "names_in", "take_claim"]
 
 
 def take_claim(store: Store, save_id: str, durable: bool) -> SaveClaim:
@@ -49,7 +49,7 @@ def _in_memory(url: str, but: str | None) -> Iterator[tuple[list[str], list[str]
     yield [], [url] if but is None and is_live_in_memory(url) else []
 
 
-def listed(root: Path) -> list[str]:
+def names_in(root: Path) -> list[str]:
     """Return the names in a directory, sorted; none if there is no directory."""
     try:
         return sorted(os.listdir(root))
@@ -66,7 +66,7 @@ def _dead_claims(root: Path, but: str | None = None) -> Iterator[tuple[list[str]
     dead: list[str] = []
     live: list[str] = []
     with ExitStack() as held:
-        for name in listed(root):
+        for name in names_in(root):
             if not is_claim_name(name) or name == but or not may_be_ours(root / name):
                 continue
             claim = Claim.adopt(root / name)
