@@ -15,7 +15,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs, grid_of
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
@@ -81,7 +81,7 @@ class ArrayEntry:
     @property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
+        return grid_of(self.spec.shape, self.layout.chunk)
 
     @property
     def plan(self) -> ArrayPlan:
@@ -330,7 +330,7 @@ def _layout(
     """Return a layout, or None unless it is one of such an array with so many digests."""
     if len(chunk) != len(shape) or not all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True)):
         return None
-    if stored not in (dtype, BITS.get(dtype)) or ChunkGrid(shape, chunk).size != digests:
+    if stored not in (dtype, BITS.get(dtype)) or grid_of(shape, chunk).size != digests:
         return None
     check_codecs(codecs)
     return Layout(ownership, chunk, codecs, stored)
