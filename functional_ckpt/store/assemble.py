@@ -106,7 +106,7 @@ class _Chunks:
             Work(values.nbytes, partial(self._write, store, array, chunk, box, values, array in headers), 0)
             for (array, chunk), (box, values) in self._found.items()
         ]
-        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
         return list(digests)
 
     def _write(self, store: Store, array: int, chunk: int, box: Box, values: Array, header: bool) -> Digest:

@@ -81,7 +81,7 @@ def write_plan(
     try:
         direct = [
             d
-            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
             for d in cast("list[Digest]", found or ())
         ]
     except Exception as error:
@@ -105,8 +105,10 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, in_flight = tuple(array.spec.key for array in plan.arrays), store.capabilities.in_flight
-    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, in_flight))), 0, Traffic())
+    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
+    return Receipt(
+        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
+    )
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -208,9 +210,9 @@ def read_plan(
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    in_flight = store.capabilities.in_flight
-    work = _reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(in_flight))
-    run_all(work, budget_nbytes, on_bytes, in_flight)
+    concurrency = store.capabilities.concurrency
+    work = _reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency))
+    run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
 @attrs.frozen

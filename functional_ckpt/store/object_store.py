@@ -41,7 +41,7 @@ _MEANINGS = (
     (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region",
      "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
     (r"PERMISSION_DENIED|'40[13]'", "Check the credentials, whether they have expired, and what they allow here"),
-    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with fewer in_flight or more retries"),
+    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with a lower concurrency or more retries"),
     (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
      "StorePolicy with more retries"),
 )  # fmt: skip
@@ -87,7 +87,12 @@ class ObjectStore:
         """No rename, no sizes, and many requests at a time."""
         lists = self.place.scheme in ("s3", "gs")
         return Capabilities(
-            shared_chunks=False, rename=False, shared=True, sized=False, lists=lists, in_flight=self.policy.in_flight
+            shared_chunks=False,
+            rename=False,
+            shared=True,
+            sized=False,
+            lists=lists,
+            concurrency=self.policy.concurrency,
         )
 
     @property
@@ -259,7 +264,7 @@ class ObjectStore:
         """Delete objects, many at a time."""
         kv = self._kv()
         todo = ((name, kv.write(name, None)) for name in names)
-        for name, future in _windowed(todo, self.policy.in_flight):
+        for name, future in _windowed(todo, self.policy.concurrency):
             self._wait("deleting", name, future)
 
     def check_guard(self) -> None:
@@ -296,7 +301,7 @@ class ObjectStore:
             self.policy.credentials_type,
             self.policy.retries,
             self.policy.retry_delay_s,
-            self.policy.in_flight,
+            self.policy.concurrency,
         )
         try:
             return _opened(text, *with_policy)
@@ -351,10 +356,10 @@ def _short(text: str) -> str:
 
 
 @cache
-def _opened(spec: str, credentials: str, retries: int, delay_s: float, in_flight: int) -> Any:
+def _opened(spec: str, credentials: str, retries: int, delay_s: float, concurrency: int) -> Any:
     """Open a key-value store, once in this process: it keeps connections."""
     waits = {"max_retries": retries, "initial_delay": f"{delay_s}s", "max_delay": f"{max(delay_s, _LONGEST_DELAY_S)}s"}
-    many: dict[str, Any] = {"limit": in_flight}
+    many: dict[str, Any] = {"limit": concurrency}
     context = ts.Context({
         "s3_request_retries": waits, "gcs_request_retries": waits, "http_request_retries": waits,
         "s3_request_concurrency": many, "gcs_request_concurrency": many, "http_request_concurrency": many,

@@ -253,7 +253,7 @@ def verify(
         return Count("read", sum(done), manifest.nbytes)
 
     with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
-        found = run_all(work, GIB, count, found_in.capabilities.in_flight)
+        found = run_all(work, GIB, count, found_in.capabilities.concurrency)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.stands():
         opened.check()
