@@ -8,7 +8,7 @@ through TensorStore. An array of one chunk skips the grid: a small tensor costs 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import attrs
 import numpy as np
@@ -215,8 +215,7 @@ def read_plan(
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
-@attrs.frozen
-class _Piece:
+class _Piece(NamedTuple):
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]
@@ -228,7 +227,7 @@ class _Piece:
 def _pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
     """Yield the pieces of `box` by the chunks that it touches, row-major."""
     if grid.is_single:
-        yield _Piece((0,) * len(grid.shape), 0, box, box.shape == grid.shape)
+        yield _Piece((0,) * len(grid.shape), 0, box, box.stop == grid.shape and not any(box.start))
         return
     for index in grid.touched(box):
         chunk = grid.box(index)
