@@ -186,22 +186,25 @@ class FileStore:
 
     def nbytes_of(self, name: str) -> int | None:
         """Return a file's size, or None."""
-        with storage_errors("looking at", name):
-            try:
-                found = self._stat(name)
-                _require_plain(found.st_mode)
-                return found.st_size
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+        try:
+            found = self._stat(name)
+            _require_plain(found.st_mode)
+            return found.st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error("looking at", name, error) from error
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read the beginning of a file directly into the caller's memory."""
-        with storage_errors("reading", name):
+        try:
             file = self._open(name)
             try:
                 _read_fully(file, name, 0, into, each)
             finally:
                 os.close(file)
+        except OSError as error:
+            raise storage_error("reading", name, error) from error
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
         """Read ranges of a file, and no other pages of it, directly into the caller's memory."""
