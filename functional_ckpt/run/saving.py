@@ -195,7 +195,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
 
     def write_mine() -> Receipt:
         tracker.enter("write", mine.written_nbytes(gather.rank))
-        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
+        with store.batch():
+            receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
         if gather.rank:  # rank 0 does it when it publishes
             store.flush()
         return receipt

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
 from threading import Lock
@@ -127,6 +128,10 @@ class ObjectStore:
             )
         if found != data:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return what does nothing."""
+        return nullcontext()
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a new object; every write here is whole."""
