@@ -131,11 +131,14 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
 
 def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, header: bool) -> list[Work]:
-    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk."""
+    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk.
+
+    Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
+    """
     itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
     nbytes = source.box.size * itemsize
     write = partial(_write_pieces, number, array, source, buffer, store)
-    if nbytes < SMALL_NBYTES:
+    if nbytes < SMALL_NBYTES and not store.capabilities.in_flight:
         return [Work(nbytes, partial(write, pieces, header), nbytes)]
     # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
     held = decoding_nbytes(array.layout)
@@ -246,9 +249,10 @@ def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, v
     itemsize, pieces = entry.spec.itemsize, _pieces(entry.grid, read.box)
     nbytes = read.box.size * itemsize
     fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
-    if nbytes < SMALL_NBYTES and is_raw(entry.layout):
+    is_small = nbytes < SMALL_NBYTES and is_raw(entry.layout)
+    if is_small and not store.capabilities.in_flight:
         return [Work(nbytes, partial(fill, pieces), nbytes)]
-    held = decoding_nbytes(entry.layout)
+    held = nbytes if is_small else decoding_nbytes(entry.layout)
     return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]
 
 

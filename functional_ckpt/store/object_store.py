@@ -108,26 +108,35 @@ class ObjectStore:
         self.check_guard()
         for part in parts if each is not None else ():
             each(part)  # type: ignore[misc]
-        data = b"".join(parts).ljust(nbytes, b"\0")
-        generation = self._wait("writing", name, self._kv().write(name, data, if_equal=_MISSING)).generation
-        if not generation:  # how TensorStore says that the condition did not hold
-            self._require_own(name, data)
+        self._created(name, b"".join(parts).ljust(nbytes, b"\0"))
 
-    def _require_own(self, name: str, data: bytes) -> None:
-        found = self.read(name)
-        if found is None:
+    def _created(self, name: str, data: bytes) -> object:
+        """Write a new object, and return its stamp."""
+        kv = self._kv()
+        generation = self._wait("writing", name, kv.write(name, data, if_equal=_MISSING)).generation
+        if generation:
+            return generation
+        # This is how TensorStore says that the condition did not hold.
+        found = self._wait("reading", name, kv.read(name))
+        if found.state != "value":
             list(self.names())  # says what is wrong with the bucket, if that is so
             raise StorageError("writing failed", path=self._named(name), found="the server refused it",
                                remedy="Save again")  # fmt: skip
-        if found != data:
+        if found.value != data:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+        return found.stamp.generation
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a new object; every write here is whole."""
         self.create(name, [memoryview(data)], len(data))
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
-        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now."""
+        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now.
+
+        If `stamp` is None the object is created.
+        """
+        if stamp is None:
+            return self._created(name, data)
         kv = self._kv()
         try:
             generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
@@ -143,13 +152,21 @@ class ObjectStore:
         found = self._wait("reading", name, kv.read(name))  # the answer to our own request may have been lost
         return found.stamp.generation if found.state == "value" and found.value == data else None
 
+    def refuses(self, name: str, data: bytes) -> bool:
+        """Try to create an object that is there already; tell whether the server refuses.
+
+        Sent again after an answer was lost, the request is refused, or not, as the first time.
+        """
+        return not self._wait("writing", name, self._kv().write(name, data, if_equal=_MISSING)).generation
+
     def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return an object's bytes, or None. Its size is known once it is read."""
         found = self._wait("reading", name, self._kv().read(name))
         if found.state != "value":
             return None
-        check_limit(self._named(name), len(found.value), limit)
-        return bytes(found.value)
+        value: bytes = found.value  # a copy each time that it is asked for
+        check_limit(self._named(name), len(value), limit)
+        return value
 
     def nbytes_of(self, name: str) -> int | None:
         """Return `UNSIZED` if there is an object, or None."""
