@@ -59,7 +59,7 @@ def main(arguments=None):
     console = Console(width=WIDTH)
     console.print(
         f"large: {size.large_nbytes // MIB} MiB in chunks of 32 MiB; small: {size.small_count} x 4 KiB; "
-        f"{chosen.in_flight} in flight; {size.rounds} rounds", highlight=False,
+        f"{chosen.concurrency} in flight; {size.rounds} rounds", highlight=False,
     )  # fmt: skip
     for name in chosen.server or [MEMORY]:
         stream = f", {chosen.stream_mib:g} MiB/s on a connection" if chosen.stream_mib else ""
@@ -68,18 +68,18 @@ def main(arguments=None):
         with reached(name, chosen.latency_ms, chosen.stream_mib) as server:
             for part in chosen.part or PARTS:
                 tell(f"{title}: {part} ...")
-                found[part] = _measured(part, server, size, chosen.in_flight)
+                found[part] = _measured(part, server, size, chosen.concurrency)
         _show(console, title, found, size)
 
 
-def _measured(part, server, size, in_flight):
+def _measured(part, server, size, concurrency):
     which, what = part.split()
     if which == "peak":
-        nbytes = peak.measure(what, size.large_nbytes, size.budget_nbytes, in_flight)
+        nbytes = peak.measure(what, size.large_nbytes, size.budget_nbytes, concurrency)
         server.empty()
         return Part(peak_nbytes=nbytes)
     state = chunked_state(size.large_nbytes) if which == "large" else small_state(size.small_count)
-    competitors = ways.ways(server, state, in_flight, what, size.apart if which == "small" else 0)
+    competitors = ways.ways(server, state, concurrency, what, size.apart if which == "small" else 0)
     for one in competitors:
         if one.name in (ways.OURS, ways.DCP):  # imports and connections
             one.save(small_state(4), f"run-{next(_NUMBERS)}")
@@ -167,7 +167,7 @@ def _parser():
         "--stream-mib", type=float, default=0.0,
         help="MiB/s that one connection carries, as servers far away limit it; default: as many as this machine does",
     )  # fmt: skip
-    parser.add_argument("--in-flight", type=int, default=32, help="requests at a time; default: 32")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests at a time; default: 32")
     return parser
 
 

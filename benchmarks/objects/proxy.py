@@ -84,11 +84,10 @@ class Client(_End):
     def __init__(self, link):
         super().__init__(link)
         self.entry = None
-        self._first = []
+        self._early = []
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.hold()
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
     async def _connect(self):
@@ -100,7 +99,14 @@ class Client(_End):
         except OSError:
             self.transport.close()
             return
-        self.go_on()
+        for data in self._early:
+            self.pass_on(data)
+
+    def pass_on(self, data):
+        if self.other is None:
+            self._early.append(data)
+        else:
+            super().pass_on(data)
 
     def data_received(self, data):
         is_request = data.startswith(_METHODS) and (self.entry is None or self.entry[3] is not None)

@@ -35,9 +35,9 @@ class Reached:
         """Return the requests since the last time: (method, target, when it came, when it was answered)."""
         return json.loads(urllib.request.urlopen(f"{self.endpoint}/.log").read())
 
-    def store(self, prefix, in_flight, direct=False):
+    def store(self, prefix, concurrency, direct=False):
         """Return TensorStore's key-value store."""
-        many = {"limit": in_flight}
+        many = {"limit": concurrency}
         spec = {"driver": "s3", "bucket": BUCKET, "path": prefix, "aws_region": "us-east-1",
                 "endpoint": f"http://127.0.0.1:{self.direct if direct else self.port}",
                 "context": {"s3_request_concurrency": many, "aws_credentials": {"type": "environment"}}}  # fmt: skip

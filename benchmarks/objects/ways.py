@@ -32,21 +32,21 @@ class Way:
     scale: float = 1.0
 
 
-def ways(server, state, in_flight, what, apart=0):
+def ways(server, state, concurrency, what, apart=0):
     """Return ours, DCP, and the bare store with as many requests in flight; with `apart` also one that waits for each.
 
     `what` is "save" or "load": the metadata of an array is written with it, but not read.
     """
     plain = dict(tensors_of(state))
-    found = [ours(server, in_flight), _dcp(server), _bare(server, BARE, _objects(plain, what), in_flight)]
+    found = [ours(server, concurrency), _dcp(server), _bare(server, BARE, _objects(plain, what), concurrency)]
     if apart:
         some = _objects(dict(islice(plain.items(), 0, None, apart)), what)
         found.append(attrs.evolve(_bare(server, SERIAL, some, 1), scale=float(apart)))
     return found
 
 
-def ours(server, in_flight, budget_nbytes=GIB):
-    access = StorePolicy(endpoint=server.endpoint, in_flight=in_flight)
+def ours(server, concurrency, budget_nbytes=GIB):
+    access = StorePolicy(endpoint=server.endpoint, concurrency=concurrency)
     saving = SavePolicy(store=access, budget_nbytes=budget_nbytes)
     loading = LoadPolicy(store=access, budget_nbytes=budget_nbytes)
     return Way(
@@ -69,16 +69,16 @@ def _dcp(server):
     )
 
 
-def _bare(server, name, objects, in_flight):
+def _bare(server, name, objects, concurrency):
     """Put and get objects whose bytes are there before the clock runs, so many at a time."""
 
     def save(_, place):
-        kv = server.store(f"{place}/", in_flight)
-        _run((partial(kv.write, name, data) for name, data in objects.items()), in_flight)
+        kv = server.store(f"{place}/", concurrency)
+        _run((partial(kv.write, name, data) for name, data in objects.items()), concurrency)
 
     def load(_, place):
-        kv = server.store(f"{place}/", in_flight)
-        _run((partial(kv.read, name) for name in objects), in_flight)
+        kv = server.store(f"{place}/", concurrency)
+        _run((partial(kv.read, name) for name in objects), concurrency)
 
     return Way(name, save, load)
 
@@ -95,9 +95,9 @@ def _objects(tensors, what):
     return found
 
 
-def _run(requests, in_flight):
+def _run(requests, concurrency):
     requests = iter(requests)
-    flying = [request() for request in islice(requests, in_flight)]
+    flying = [request() for request in islice(requests, concurrency)]
     while flying:
         found = flying.pop(0).result()
         if hasattr(found, "value"):

@@ -40,7 +40,7 @@ class StorePolicy:
         The first of these waits, in seconds; each is twice the one before, up to 8 s.
     timeout_s
         Longest time for one request with all its retries, in seconds.
-    in_flight
+    concurrency
         Requests at a time, on each rank; what they hold in memory keeps to the policy's `budget_nbytes`.
     lease_s
         How long a claim counts after its saver was last heard of, in seconds. A live saver renews it three times as
@@ -56,7 +56,7 @@ class StorePolicy:
 
     Examples
     --------
-    >>> StorePolicy(in_flight=8).in_flight
+    >>> StorePolicy(concurrency=8).concurrency
     8
     """
 
@@ -66,7 +66,7 @@ class StorePolicy:
     retries: int = attrs.field(default=8, converter=as_int, validator=whole(0))
     retry_delay_s: float = attrs.field(default=0.25, converter=as_number, validator=seconds)
     timeout_s: float = attrs.field(default=300.0, converter=as_number, validator=seconds)
-    in_flight: int = attrs.field(default=32, converter=as_int, validator=whole(1))
+    concurrency: int = attrs.field(default=32, converter=as_int, validator=whole(1))
     lease_s: float = attrs.field(default=60.0, converter=as_number, validator=seconds)
     alone: bool = attrs.field(default=False, validator=flag)
 

@@ -108,7 +108,7 @@ class _Chunks:
         ]
         firsts = [array for array, chunk in self._found if array in headers and chunk == 0]
         work += [Work(0, partial(write_header, self.wave.arrays[array], store), 0) for array in firsts]
-        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
         return list(digests[: len(self._found)])
 
     def _write(self, store: Store, array: int, chunk: int, box: Box, values: Array) -> Digest:

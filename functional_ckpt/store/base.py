@@ -47,7 +47,7 @@ class Capabilities:
     `shared_chunks`: part of an object can be updated atomically. `rename`: a finished directory can be renamed to its
     final name in one step. `shared`: other processes see what this one writes. `sized`: the size of an object
     is known at little cost; otherwise one listing tells which objects there are, and reading tells their sizes.
-    `lists`: objects can be listed. `in_flight`: how many requests at a time pay, 0 if the processor does the work.
+    `lists`: objects can be listed. `concurrency`: how many requests at a time pay, 0 if the processor does the work.
     """
 
     shared_chunks: bool
@@ -55,7 +55,7 @@ class Capabilities:
     shared: bool
     sized: bool = True
     lists: bool = True
-    in_flight: int = 0
+    concurrency: int = 0
 
 
 class SaveClaim(Protocol):

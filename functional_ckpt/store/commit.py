@@ -58,6 +58,8 @@ from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id,
 from functional_ckpt.store.work import at_once
 
 __all__ = [
+    "CONSOLIDATED",
+    "CONSOLIDATED_END",
     "MANIFEST",
     "METADATA_FILE",
     "PROVENANCE",
@@ -70,6 +72,10 @@ __all__ = [
     "root_metadata",
     "seen_from",
 ]
+
+#: What a root with consolidated metadata begins with, and what follows the metadata of its arrays.
+CONSOLIDATED = b'{"consolidated_metadata":{"kind":"inline","metadata":{'
+CONSOLIDATED_END = b'},"must_understand":false},'
 
 # With these values of `durability` single names are not synced.
 _NOT_EACH = ("none", "syncfs")
@@ -228,7 +234,7 @@ def publish(
     texts = (*first, (MANIFEST, text), (PROVENANCE, to_json(provenance)))
     at_once(
         [partial(store.create, name, [memoryview(data)], len(data)) for name, data in texts],
-        store.capabilities.in_flight,
+        store.capabilities.concurrency,
     )
     root = root_metadata(manifest, manifest_digest(text), consolidate)
     durable = store.sync != "none"
@@ -376,5 +382,4 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     members = b",".join(
         to_json(node_name(e.spec.key)) + b":" + array_metadata(e.spec, e.layout) for e in manifest.arrays
     )
-    inline = b'"consolidated_metadata":{"kind":"inline","metadata":{' + members + b'},"must_understand":false},'
-    return b"{" + inline + to_json(root)[1:]
+    return CONSOLIDATED + members + CONSOLIDATED_END + to_json(root)[1:]

@@ -82,7 +82,7 @@ def write_plan(
     try:
         direct = [
             d
-            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
             for d in cast("list[Digest]", found or ())
         ]
     except Exception as error:
@@ -106,8 +106,10 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, in_flight = tuple(array.spec.key for array in plan.arrays), store.capabilities.in_flight
-    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, in_flight))), 0, Traffic())
+    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
+    return Receipt(
+        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
+    )
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -138,7 +140,7 @@ def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, st
     itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
     nbytes = source.box.size * itemsize
     write = partial(_write_pieces, number, array, source, buffer, store)
-    if nbytes < SMALL_NBYTES and not store.capabilities.in_flight:
+    if nbytes < SMALL_NBYTES and not store.capabilities.concurrency:
         return [Work(nbytes, partial(write, pieces, header), nbytes)]
     # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
     held = decoding_nbytes(array.layout)
@@ -215,7 +217,7 @@ def read_plan(
     work: list[Work] = []
     for read in plan.reads:
         work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
-    run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+    run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
 
 
 @attrs.frozen
@@ -250,7 +252,7 @@ def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, v
     nbytes = read.box.size * itemsize
     fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
     is_small = nbytes < SMALL_NBYTES and is_raw(entry.layout)
-    if is_small and not store.capabilities.in_flight:
+    if is_small and not store.capabilities.concurrency:
         return [Work(nbytes, partial(fill, pieces), nbytes)]
     held = nbytes if is_small else decoding_nbytes(entry.layout)
     return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]

@@ -78,7 +78,7 @@ class Lease:
         lease = cls(store, claim_name(save_id), {"save_id": save_id, "lease_s": store.lease_s, **_process()})
         lease._stamp = store.replace(lease._label, lease._text(), None)
         try:
-            _, names = at_once([lease._probe, lambda: list(store.names())], store.capabilities.in_flight)
+            _, names = at_once([lease._probe, lambda: list(store.names())], store.capabilities.concurrency)
         except BaseException as error:
             lease.release_after(error)
             raise

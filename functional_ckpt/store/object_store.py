@@ -6,7 +6,7 @@ A request costs a round trip, so that many are sent at a time; names come from o
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from threading import Lock
@@ -19,12 +19,15 @@ from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageE
 from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
 from functional_ckpt.store.lease import is_taken
+from functional_ckpt.store.staging import STAGED_NBYTES, Staging, joined
 from functional_ckpt.store.zarr import refuse_forked
 
 __all__ = ["ObjectStore"]
 
 #: More than this is read by several requests at a time.
 _PART_NBYTES = 8 * 2**20
+#: So many of them for one object.
+_PARTS = 4
 #: What lies between two ranges is fetched with them if it is less: a request takes as long as so many bytes.
 _GAP_NBYTES = 2**20
 #: The generation, in TensorStore's words, of an object that is not there.
@@ -41,7 +44,7 @@ _MEANINGS = (
     (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region",
      "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
     (r"PERMISSION_DENIED|'40[13]'", "Check the credentials, whether they have expired, and what they allow here"),
-    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with fewer in_flight or more retries"),
+    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with a lower concurrency or more retries"),
     (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
      "StorePolicy with more retries"),
 )  # fmt: skip
@@ -76,6 +79,7 @@ class ObjectStore:
     guard: str | None = None
     sync: str = attrs.field(default="none", init=False)
     _guarding: "_Guarding" = attrs.field(init=False, eq=False, repr=False, factory=lambda: _Guarding())
+    _staging: Staging = attrs.field(init=False, eq=False, repr=False, factory=Staging)
 
     @property
     def url(self) -> str:
@@ -87,7 +91,12 @@ class ObjectStore:
         """No rename, no sizes, and many requests at a time."""
         lists = self.place.scheme in ("s3", "gs")
         return Capabilities(
-            shared_chunks=False, rename=False, shared=True, sized=False, lists=lists, in_flight=self.policy.in_flight
+            shared_chunks=False,
+            rename=False,
+            shared=True,
+            sized=False,
+            lists=lists,
+            concurrency=self.policy.concurrency,
         )
 
     @property
@@ -106,23 +115,28 @@ class ObjectStore:
         It does where the answer to our own request was lost, and the request repeated.
         """
         self.check_guard()
-        for part in parts if each is not None else ():
-            each(part)  # type: ignore[misc]
-        self._created(name, b"".join(parts).ljust(nbytes, b"\0"))
-
-    def _created(self, name: str, data: bytes) -> object:
-        """Write a new object, and return its stamp."""
         kv = self._kv()
-        generation = self._wait("writing", name, kv.write(name, data, if_equal=_MISSING)).generation
+        if nbytes < STAGED_NBYTES:
+            request = kv.write(name, joined(parts, nbytes), if_equal=_MISSING)
+        else:
+            with self._staging.lock:  # TensorStore copies it before it returns
+                request = kv.write(name, self._staging.filled(parts, nbytes), if_equal=_MISSING)
+        for part in parts if each is not None else ():  # while the request is on its way
+            each(part)  # type: ignore[misc]
+        self._created(name, request, lambda: joined(parts, nbytes))
+
+    def _created(self, name: str, request: Any, content: Callable[[], bytes]) -> object:
+        """Wait for the request that writes a new object, and return its stamp."""
+        generation = self._wait("writing", name, request).generation
         if generation:
             return generation
         # This is how TensorStore says that the condition did not hold.
-        found = self._wait("reading", name, kv.read(name))
+        found = self._wait("reading", name, self._kv().read(name))
         if found.state != "value":
             list(self.names())  # says what is wrong with the bucket, if that is so
             raise StorageError("writing failed", path=self._named(name), found="the server refused it",
                                remedy="Save again")  # fmt: skip
-        if found.value != data:
+        if found.value != content():
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
         return found.stamp.generation
 
@@ -136,7 +150,7 @@ class ObjectStore:
         If `stamp` is None the object is created.
         """
         if stamp is None:
-            return self._created(name, data)
+            return self._created(name, self._kv().write(name, data, if_equal=_MISSING), lambda: data)
         kv = self._kv()
         try:
             generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
@@ -208,7 +222,7 @@ class ObjectStore:
         """
         kv, whole = self._kv(), b""
         todo = (kv.read(name, byte_range=slice(*span)) for span in spans)
-        for (start, stop), future in zip(spans, self._ahead(todo), strict=True):
+        for (start, stop), future in zip(spans, _ahead(todo, _PARTS), strict=True):
             if whole:
                 future.cancel()
                 yield memoryview(whole)[start:stop]
@@ -232,17 +246,6 @@ class ObjectStore:
             raise CorruptionError("an object is too short", path=self._named(name), expected=f"{nbytes} bytes",
                                   found="nothing" if data is None else f"{len(data)} bytes")  # fmt: skip
         return data
-
-    def _ahead(self, futures: Iterable[Any], count: int = 4) -> Iterator[Any]:
-        futures = iter(futures)
-        flying = list(islice(futures, count))
-        try:
-            while flying:
-                yield flying.pop(0)
-                flying += islice(futures, 1)
-        finally:
-            for future in flying:
-                future.cancel()
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects under the prefix, by one listing."""
@@ -275,8 +278,8 @@ class ObjectStore:
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, many at a time."""
         kv = self._kv()
-        todo = ((name, kv.write(name, None)) for name in names)
-        for name, future in _windowed(todo, self.policy.in_flight):
+        todo = (kv.write(name, None) for name in names)
+        for name, future in zip(names, _ahead(todo, self.policy.concurrency), strict=True):
             self._wait("deleting", name, future)
 
     def check_guard(self) -> None:
@@ -313,7 +316,7 @@ class ObjectStore:
             self.policy.credentials_type,
             self.policy.retries,
             self.policy.retry_delay_s,
-            self.policy.in_flight,
+            self.policy.concurrency,
         )
         try:
             return _opened(text, *with_policy)
@@ -340,12 +343,17 @@ class ObjectStore:
             raise _explained(what, self._named(name), str(error)) from error
 
 
-def _windowed(futures: Iterable[tuple[str, Any]], count: int) -> Iterator[tuple[str, Any]]:
+def _ahead(futures: Iterable[Any], count: int) -> Iterator[Any]:
+    """Yield futures in order; so many of them are on their way at a time."""
     futures = iter(futures)
     flying = list(islice(futures, count))
-    while flying:
-        yield flying.pop(0)
-        flying += islice(futures, 1)
+    try:
+        while flying:
+            yield flying.pop(0)
+            flying += islice(futures, 1)
+    finally:
+        for future in flying:
+            future.cancel()
 
 
 def _explained(what: str, path: str, text: str) -> StorageError:
@@ -368,10 +376,10 @@ def _short(text: str) -> str:
 
 
 @cache
-def _opened(spec: str, credentials: str, retries: int, delay_s: float, in_flight: int) -> Any:
+def _opened(spec: str, credentials: str, retries: int, delay_s: float, concurrency: int) -> Any:
     """Open a key-value store, once in this process: it keeps connections."""
     waits = {"max_retries": retries, "initial_delay": f"{delay_s}s", "max_delay": f"{max(delay_s, _LONGEST_DELAY_S)}s"}
-    many: dict[str, Any] = {"limit": in_flight}
+    many: dict[str, Any] = {"limit": concurrency}
     context = ts.Context({
         "s3_request_retries": waits, "gcs_request_retries": waits, "http_request_retries": waits,
         "s3_request_concurrency": many, "gcs_request_concurrency": many, "http_request_concurrency": many,

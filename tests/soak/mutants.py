@@ -248,6 +248,11 @@ MUTANTS = (
         ("tests/test_ties.py", "tests/test_memory.py", "-k", "tie or conj or neg"),
     ),
     Mutant(
+        "a check is remembered though another rank has forgotten it", "torch/megatron/validation.py",
+        "if all(known == world for _, known in proposals):", "if checked == world:",
+        ("property_tests/test_serialization.py", "-k", "f3"),
+    ),
+    Mutant(
         "a plan is remembered whatever the ranks and the store can do", "plan/agreement.py",
         "        fingerprint(basis),", "        fingerprint(attrs.evolve(basis, shared_ok=True, owned_ok=True)),",
         ("property_tests/test_memory.py",),

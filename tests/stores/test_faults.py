@@ -154,7 +154,7 @@ def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
 
 
 def test_expired_credentials_and_a_missing_bucket_are_named(server, url):
-    for fault, word in (("expired", "Renew the credentials"), ("nobucket", "bucket"), ("503", "in_flight")):
+    for fault, word in (("expired", "Renew the credentials"), ("nobucket", "bucket"), ("503", "concurrency")):
         server.proxy.reset(lambda _, fault=fault: fault)
         for call in (lambda: save(state(2), url, policy=server.saving()), lambda: verify(url, store=server.access())):
             with pytest.raises(StorageError) as caught:
