@@ -19,8 +19,8 @@ import tensorstore as ts
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
+from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner, joined
 from functional_ckpt.store.lease import is_taken
-from functional_ckpt.store.staging import STAGED_NBYTES, Staging, joined
 from functional_ckpt.store.zarr import refuse_forked
 
 __all__ = ["ObjectStore"]
@@ -80,7 +80,7 @@ class ObjectStore:
     guard: str | None = None
     sync: str = attrs.field(default="none", init=False)
     _guarding: "_Guarding" = attrs.field(init=False, eq=False, repr=False, factory=lambda: _Guarding())
-    _staging: Staging = attrs.field(init=False, eq=False, repr=False, factory=Staging)
+    _joiner: Joiner = attrs.field(init=False, eq=False, repr=False, factory=Joiner)
 
     @property
     def url(self) -> str:
@@ -117,11 +117,11 @@ class ObjectStore:
         """
         self.check_guard()
         kv = self._kv()
-        if nbytes < STAGED_NBYTES:
+        if nbytes < REUSED_NBYTES:
             request = kv.write(name, joined(parts, nbytes), if_equal=_MISSING)
         else:
-            with self._staging.lock:  # TensorStore copies it before it returns
-                request = kv.write(name, self._staging.filled(parts, nbytes), if_equal=_MISSING)
+            with self._joiner.lock:  # TensorStore copies it before it returns
+                request = kv.write(name, self._joiner.filled(parts, nbytes), if_equal=_MISSING)
         for part in parts if each is not None else ():  # while the request is on its way
             each(part)  # type: ignore[misc]
         self._created(name, request, lambda: joined(parts, nbytes))
