@@ -13,7 +13,7 @@ The choice depends on the boxes, the data type and the policy, not on ranks or t
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, prod
 from operator import le
@@ -35,6 +35,7 @@ __all__ = [
     "check_codecs",
     "choose_layout",
     "exclusive_chunk",
+    "grid_of",
     "layout_of_faces",
     "subdivide",
 ]
@@ -158,12 +159,12 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_single(self) -> bool:
         """Whether one chunk holds the whole array, and the array has cells."""
         return all(map(le, self.shape, self.chunk)) and 0 not in self.shape
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Chunks per axis (0 along an empty axis)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
@@ -216,6 +217,10 @@ class ChunkGrid:
         return tuple(reversed(index))
 
 
+# Thousands of arrays have the same grid.
+grid_of = lru_cache(maxsize=1024)(ChunkGrid)
+
+
 @attrs.frozen(cache_hash=True)
 class Layout:
     """How one array is stored: `ownership` and shape of its chunks, `codecs`, and the `stored` data type.
@@ -253,7 +258,7 @@ class ArrayPlan:
     @property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
+        return grid_of(self.spec.shape, self.layout.chunk)
 
 
 def choose_layout(

@@ -15,7 +15,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs, grid_of
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
@@ -81,7 +81,7 @@ class ArrayEntry:
     @property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
+        return grid_of(self.spec.shape, self.layout.chunk)
 
     @property
     def plan(self) -> ArrayPlan:
@@ -311,7 +311,7 @@ def _digests(key: str, texts: list[Any]) -> bytes:
     """Return the digests of an array's chunks, which the manifest holds as hexadecimal text."""
     found = bytes.fromhex("".join(texts))
     # As bytes too: blanks in the text count for nothing.
-    if any(len(text) != 2 * DIGEST_NBYTES for text in texts) or len(found) != len(texts) * DIGEST_NBYTES:
+    if {*map(len, texts)} - {2 * DIGEST_NBYTES} or len(found) != len(texts) * DIGEST_NBYTES:
         raise CorruptionError("a digest of the manifest has a wrong length", key)
     return found
 
@@ -330,7 +330,7 @@ def _layout(
     """Return a layout, or None unless it is one of such an array with so many digests."""
     if len(chunk) != len(shape) or not all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True)):
         return None
-    if stored not in (dtype, BITS.get(dtype)) or ChunkGrid(shape, chunk).size != digests:
+    if stored not in (dtype, BITS.get(dtype)) or grid_of(shape, chunk).size != digests:
         return None
     check_codecs(codecs)
     return Layout(ownership, chunk, codecs, stored)
@@ -342,8 +342,11 @@ def _parse(document: Any) -> Manifest:
             "this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__
         )
     check_version(document["version"])
+    records = _list(document["arrays"])
+    records.reverse()
     manifest = Manifest(
-        tuple(_array_from_json(r) for r in _list(document["arrays"])),
+        # Each record goes before the next is read: thousands would make the garbage collector run.
+        tuple(_array_from_json(records.pop()) for _ in range(len(records))),
         tuple(ValueEntry(_key(r), canonical(r["value"]), _path_of(r)) for r in _list(document["values"])),
         tuple(Alias(_key(r), _key({"key": r["target"]}), _path_of(r)) for r in _list(document["aliases"])),
         tuple(PerRankEntry(_key(r), _world_size(r), _path_of(r)) for r in _list(document["per_rank"])),
@@ -374,8 +377,8 @@ def _int(value: Any) -> int:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if not all(type(value) is int for value in _list(values)):
-        raise TypeError(f"expected whole numbers, found {values!r}")
+    for value in _list(values):
+        _int(value)
     return tuple(values)
 
 

@@ -1,6 +1,7 @@
 """A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class _Request:
 
 @attrs.frozen(eq=False)
 class _Deferred:
-    """A placeholder in the tree for a leaf that exists once the bytes are read."""
+    """A placeholder in the tree for a leaf that is made once the bytes are read."""
 
     result: Callable[[], Any]
 
@@ -136,7 +137,7 @@ class _Loader:
         self._made: dict[Hashable, Any] = {}
 
     def seek(self, like: Any) -> Any:
-        """Return `like` with every leaf replaced: by its value, or by a `_Deferred` for arrays.
+        """Return `like` with every leaf replaced: by its value, by the array to fill, or by a `_Deferred`.
 
         Leaves without a matching stored value stay; `check` reports them together with all other problems.
         """
@@ -272,9 +273,10 @@ class _Loader:
         if fresh in self._made:
             return self._made[fresh]
         target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
-        later = _Deferred(target.result if convert is None else lambda: convert(target.result()))
+        finish = convert or target.finish
+        loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
-            self._made[fresh] = later
+            self._made[fresh] = loaded
         filled = self._filled.get(target.held.identity)
         if filled is None:
             self._filled[target.held.identity] = entry
@@ -288,7 +290,7 @@ class _Loader:
                 found=entry.spec.key,
                 remedy="Untie them in `like`",
             )
-        return later
+        return loaded
 
     def _unstored_leaf(self, key: str, leaf: Any) -> Any:
         """Return the leaf, for which nothing is stored under its own key."""

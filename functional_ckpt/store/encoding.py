@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any, TypeAlias
@@ -26,6 +25,7 @@ __all__ = [
     "Array",
     "array_metadata",
     "chunk_name",
+    "chunk_path",
     "digest",
     "digest_bytes",
     "dtype_name",
@@ -140,7 +140,8 @@ def node_name(key: str) -> str:
     return head + tag
 
 
-def chunk_name(index: Sequence[int]) -> str:
+@lru_cache(maxsize=1024)  # thousands of arrays have one chunk
+def chunk_name(index: tuple[int, ...]) -> str:
     """Return the name of a chunk under its node (Zarr's ``default`` encoding with separator ``.``).
 
     Examples
@@ -149,6 +150,17 @@ def chunk_name(index: Sequence[int]) -> str:
     ('c.1.0', 'c')
     """
     return ".".join(("c", *map(str, index)))
+
+
+def chunk_path(key: str, index: tuple[int, ...]) -> str:
+    """Return the name of a chunk in its store.
+
+    Examples
+    --------
+    >>> chunk_path("a/b", (1, 0))
+    'a~1b/c.1.0'
+    """
+    return f"{node_name(key)}/{chunk_name(index)}"
 
 
 def digest(array: Array) -> bytes:
