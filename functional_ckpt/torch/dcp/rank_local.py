@@ -22,7 +22,7 @@ def with_pure_grid(policy: SavePolicy) -> SavePolicy:
 
     Examples
     --------
-    >>> from functional_ckpt.plan.layout import layout_of_faces
+    >>> from functional_ckpt.plan.ladder import layout_of_faces
     >>> from functional_ckpt.spec.array import ArraySpec
     >>> layout = with_pure_grid(SavePolicy()).layout
     >>> w = ArraySpec("w", (4096, 1024), "float32")
