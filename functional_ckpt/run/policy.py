@@ -127,7 +127,7 @@ class SavePolicy:
     in_flight: InFlight = attrs.field(default="wait", validator=one_of(*get_args(InFlight)))
     staging: Staging = attrs.field(default="copy", validator=one_of(*get_args(Staging)))
     staging_nbytes: int | None = attrs.field(
-        default=None, converter=as_int, validator=attrs.validators.optional(whole(0))
+        default=None, converter=as_int, validator=attrs.validators.optional(at_least(0))
     )
     timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
