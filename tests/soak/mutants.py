@@ -31,12 +31,12 @@ MUTANTS = (
     ),
     Mutant(
         "an object of a store is written without a condition", "store/object_store.py",
-        "kv().write(name, data, if_equal=_MISSING)", "kv().write(name, data)",
+        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
         ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
     ),
     Mutant(
         "a server is not asked whether it heeds conditions", "store/lease.py",
-        "            if not store.alone:", "            if store is None:",
+        "if self._store.alone or self._store.refuses(", "if True or self._store.refuses(",
         ("tests/stores/test_savers.py", "-k", "ignores_conditions"),
     ),
     Mutant(
@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request that was repeated is taken for another's object, or the reverse", "store/object_store.py",
-        "        if found != data:", "        if not found:",
+        "if found.value != content():", "if not found.value:",
         ("tests/stores/test_savers.py", "-k", "never_replaced"),
     ),
     Mutant(
