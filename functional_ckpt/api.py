@@ -20,7 +20,7 @@ from functional_ckpt.run.progress import Progress, Tracker
 from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, write
 from functional_ckpt.run.staging import stage, unstage
 from functional_ckpt.run.timed import timed
-from functional_ckpt.store.display import displayed
+from functional_ckpt.show.bar import displayed
 
 __all__ = ["async_save", "diff", "gather_of", "load", "named", "save"]
 

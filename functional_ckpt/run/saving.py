@@ -45,8 +45,8 @@ from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import check_chunks
-from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
-from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
+from functional_ckpt.store.encoding import METADATA_FILE, node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 
@@ -179,7 +179,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
 
     def write_mine() -> Receipt:
         tracker.enter("write", mine.written_nbytes(gather.rank))
-        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
+        with store.batch():
+            receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
         if gather.rank:  # rank 0 does it when it publishes
             store.flush()
         return receipt

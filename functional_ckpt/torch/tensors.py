@@ -134,12 +134,12 @@ class TorchLeaves:
         if isinstance(leaf, LocalTensors):
             for tensor in leaf.data:
                 _check_fillable(key, tensor, rank)
-            return Target(_held_shards(key, leaf, leaf.data), lambda: leaf)
+            return Target(_held_shards(key, leaf, leaf.data), leaf)
         _check_type(key, leaf)
         leaf = _allocated(leaf, device) if leaf.is_meta else leaf
         local = _local(leaf)
         _check_fillable(key, local, rank)
-        return Target(self._held(key, leaf, local), lambda: leaf)
+        return Target(self._held(key, leaf, local), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
