@@ -72,7 +72,9 @@ TYPES = {
     **dict.fromkeys(["extended_dtypes", "credentials"], is_text),
     **dict.fromkeys(["endpoint", "region"], lambda value: value is None or is_text(value)),
     **dict.fromkeys(["consolidate", "metadata_file", "allow_shape_mismatch", "read_once", "alone"], is_flag),
-    **dict.fromkeys(["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes"], is_whole),
+    **dict.fromkeys(
+        ["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes", "few_files"], is_whole
+    ),
     **dict.fromkeys(["timeout_s", "retry_delay_s", "lease_s"], is_number),
     **dict.fromkeys(["retries", "concurrency"], is_whole),
     "object_codec": lambda value: value is None or is_text(value),

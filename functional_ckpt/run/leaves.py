@@ -134,9 +134,11 @@ class NumpyLeaves:
             return _local_shards(key, leaf)
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap):
             raise UnsupportedLeafError(
-                "a subclass of numpy.ndarray cannot be saved", key, found=type(leaf).__name__,
+                "a subclass of numpy.ndarray cannot be saved",
+                key,
+                found=type(leaf).__name__,
                 remedy="Save numpy.asarray(...) of it",
-            )  # fmt: skip
+            )
         return _whole(key, np.asarray(leaf), _identity(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["load_tree"]
+
+_content = attrgetter("spec.shape", "spec.dtype", "layout", "digests")
 
 
 def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
@@ -227,13 +230,20 @@ class _Loader:
             self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError("the checkpoint has an object, `like` an array", key,
-                                remedy="Put any plain value in its place in `like`")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has an object, `like` an array",
+                    key,
+                    remedy="Put any plain value in its place in `like`",
+                )
             return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
-                raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
-                                remedy="Put any plain value in its place in `like`")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has a plain value, `like` an array",
+                    key,
+                    found=self._values[key].text,
+                    remedy="Put any plain value in its place in `like`",
+                )
             return decode_text(key, self._values[key].text)
         if entry is None:
             return self._unstored_leaf(key, leaf)
@@ -273,11 +283,14 @@ class _Loader:
             self._filled[target.held.identity] = entry
             self.shards += target.held.all_shards(self.rank)
             self.buffers += target.held.buffers
-        elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
-            entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
-        ):  # fmt: skip
-            raise SpecError("two leaves of `like` share one memory, and the checkpoint has two arrays", key,
-                            expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
+        elif _content(filled) != _content(entry):
+            raise SpecError(
+                "two leaves of `like` share one memory, and the checkpoint has two arrays",
+                key,
+                expected=filled.spec.key,
+                found=entry.spec.key,
+                remedy="Untie them in `like`",
+            )
         return loaded
 
     def _unstored_leaf(self, key: str, leaf: Any) -> Any:
@@ -290,13 +303,18 @@ class _Loader:
         else:
             self.keys.use_below(key)
             if key in self._per_rank:
-                raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
-                                remedy="Put a PerRank(...) in its place in `like`")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has values that differ by rank, `like` one value",
+                    key,
+                    remedy="Put a PerRank(...) in its place in `like`",
+                )
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
             raise SpecError(
-                "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
+                "the checkpoint has several leaves, `like` one",
+                key,
+                found=type(leaf).__name__,
                 remedy=f"Put {what} in its place in `like`, or read all with open_checkpoint(path).state()",
-            )  # fmt: skip
+            )
         return leaf
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
@@ -305,8 +323,11 @@ class _Loader:
             key = self.policy.stored_key(key)
             if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
                 self.keys.use_below(key)
-                raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
-                                remedy="Put the value itself in its place in `like`, not a PerRank")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has one value, `like` values that differ by rank",
+                    key,
+                    remedy="Put the value itself in its place in `like`, not a PerRank",
+                )
             self.keys.miss(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")

@@ -153,8 +153,10 @@ def wait_for_all() -> None:
 def refuse_while_running() -> None:
     """Raise `SaveInFlightError` while a save of this process is in the background."""
     if _running():
-        raise SaveInFlightError("an earlier save of this process is still running",
-                                remedy="Wait for its result(), or pass SavePolicy(in_flight='wait')")  # fmt: skip
+        raise SaveInFlightError(
+            "an earlier save of this process is still running",
+            remedy="Wait for its result(), or pass SavePolicy(in_flight='wait')",
+        )
 
 
 def _running() -> list["Future[Manifest]"]:

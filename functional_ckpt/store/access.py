@@ -117,9 +117,11 @@ class Place:
         parts = prefix.split("/") if prefix else []
         if not bucket or any(part in ("", ".", "..") for part in parts):
             raise PolicyError(
-                "this URL names no place in an object store", expected=f"{scheme}://bucket/prefix",
-                found=f"{scheme}://{rest}", remedy="Name a bucket, and no part that is empty, . or ..",
-            )  # fmt: skip
+                "this URL names no place in an object store",
+                expected=f"{scheme}://bucket/prefix",
+                found=f"{scheme}://{rest}",
+                remedy="Name a bucket, and no part that is empty, . or ..",
+            )
         return cls(scheme, bucket, f"{prefix}/" if prefix else "")
 
     @property

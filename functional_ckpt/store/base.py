@@ -1,6 +1,7 @@
 """The `Store` protocol: named objects under one root, and the capabilities of a store."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from errno import EDQUOT, ENOSPC
 from typing import Any, Protocol, TypeAlias
 
@@ -104,6 +105,9 @@ class Store(Protocol):
 
         `each` is called with all blocks of the parts in order, while they are in the processor's cache.
         """
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return a context: what is created in its ``with`` block is durable at the end of that, not earlier."""
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a new object atomically: it exists whole or not at all. Never replaces an object."""

@@ -16,6 +16,12 @@ from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 
 __all__ = [
+    "BEGINNINGS",
+    "MANIFEST",
+    "METADATA_FILE",
+    "METADATA_TEXT",
+    "PROVENANCE",
+    "ROOT",
     "Array",
     "array_metadata",
     "chunk_name",
@@ -33,7 +39,13 @@ Array: TypeAlias = NDArray[Any]
 
 #: Longest node name, in bytes; file systems allow 255, and lock and temporary files add a suffix.
 MAX_NAME_NBYTES = 200
-_RESERVED = ("zarr.json", "zarr.json.new", "manifest.json", "provenance.json")
+ROOT, MANIFEST, PROVENANCE, METADATA_FILE = "zarr.json", "manifest.json", "provenance.json", ".metadata"
+METADATA_TEXT = (
+    b"A checkpoint of functional_ckpt, for programs that look for a file of this name. There is no pickle in it.\n"
+)
+#: How the files of a checkpoint begin: other programs have files of these names too.
+BEGINNINGS = {MANIFEST: b'{"aliases":[', PROVENANCE: b'{"finished":', METADATA_FILE: METADATA_TEXT[:32]}
+_RESERVED = (ROOT, f"{ROOT}.new", MANIFEST, PROVENANCE)
 _ESCAPES = {
     "~": "~0",
     "/": "~1",

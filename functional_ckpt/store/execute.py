@@ -132,11 +132,14 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
 
 def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, header: bool) -> list[Work]:
-    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk."""
+    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk.
+
+    Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
+    """
     itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
     nbytes = source.box.size * itemsize
     write = partial(_write_pieces, number, array, source, buffer, store)
-    if nbytes < SMALL_NBYTES:
+    if nbytes < SMALL_NBYTES and not store.capabilities.concurrency:
         return [Work(nbytes, partial(write, pieces, header), nbytes)]
     # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
     held = decoding_nbytes(array.layout)
@@ -246,7 +249,7 @@ def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
 def _reading(
     reads: Iterable[ArrayRead], run: Callable[..., None], entries: Mapping[str, ArrayEntry], apart: bool
 ) -> Iterator[Work]:
-    """Yield the work of all reads: one item per chunk, except that small reads are one item, unless `apart`.
+    """Yield the work of all reads: one item per chunk; small reads are one item together, unless `apart`.
 
     `run` is called with a read, and with the pieces of it if these are not all.
     """
@@ -255,12 +258,13 @@ def _reading(
     for read in reads:
         entry = entries[read.key]
         wanted = read.box.size * entry.spec.itemsize
-        if wanted >= SMALL_NBYTES or not is_raw(entry.layout):
-            held = decoding_nbytes(entry.layout)
+        is_small = wanted < SMALL_NBYTES and is_raw(entry.layout)
+        if apart or not is_small:
+            held = wanted if is_small else decoding_nbytes(entry.layout)
             for piece in _pieces(entry.grid, read.box):
                 yield Work(piece.box.size * entry.spec.itemsize, partial(run, read, (piece,)), held)
             continue
-        if small and (apart or nbytes + wanted >= SMALL_NBYTES):
+        if small and nbytes + wanted >= SMALL_NBYTES:
             yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
             small, nbytes = [], 0
         small.append(read)

@@ -23,11 +23,11 @@ from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
-from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, MANIFEST, ROOT, manifest_digest, root_metadata
-from functional_ckpt.store.encoding import array_metadata, node_name
+from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, manifest_digest, root_metadata
+from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.work import Work, run_all
+from functional_ckpt.store.work import Work, at_once, run_all
 
 __all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify"]
 
@@ -99,10 +99,13 @@ class Opened:
 
     @classmethod
     def _of(cls, store: Store) -> "Opened":
-        stamp = store.stamp(ROOT)
-        root = store.read(ROOT)
+        concurrency = store.capabilities.concurrency
+        # The stamp first: a root that is replaced meanwhile has another.
+        calls = [lambda: (store.stamp(ROOT), store.read(ROOT)), lambda: store.read(MANIFEST)]
+        begun: Any = at_once(calls if concurrency else calls[:1], concurrency)
+        stamp, root = begun[0]
         expected: str = root_attributes(store, root)[FORMAT]["manifest"]
-        data = store.read(MANIFEST)
+        data = begun[1] if concurrency else store.read(MANIFEST)
         found = None if data is None else manifest_digest(data)
         if data is None or found != expected:
             raise CorruptionError(

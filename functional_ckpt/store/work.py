@@ -1,14 +1,14 @@
 """Run many small and few large tasks on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from threading import Condition, Thread
 
 import attrs
 
-__all__ = ["SMALL_NBYTES", "Work", "run_all", "thread_count"]
+__all__ = ["SMALL_NBYTES", "Work", "at_once", "run_all", "thread_count"]
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
@@ -95,6 +95,17 @@ def run_all(
     if failures:
         raise failures[0]
     return results
+
+
+def at_once(calls: Sequence[Callable[[], object]], concurrency: int) -> list[object]:
+    """Return the results of a few calls: made at the same time if each waits for a server, else one after the other.
+
+    Examples
+    --------
+    >>> at_once([lambda: 1, lambda: 2], 32)
+    [1, 2]
+    """
+    return run_all([Work(0, call, 0) for call in calls], 1, None, concurrency)
 
 
 def _run_on_threads(

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import attrs
+from tests.soak.mutant import Mutant
+from tests.soak.syncs import SYNCS
 
 ROOT = Path(__file__).resolve().parents[2]
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "site", "dist")
@@ -21,23 +22,8 @@ _LIMIT_S = 900
 _FAILED = 1  # pytest's exit status when tests have run and some failed
 
 
-@attrs.frozen
-class Mutant:
-    """In `file`, `old` becomes `new`; then some of `tests`, words for pytest, must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-    @property
-    def path(self) -> Path:
-        """Where the source is, below a tree."""
-        return Path("functional_ckpt", self.file)
-
-
 MUTANTS = (
+    *SYNCS,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
@@ -99,14 +85,6 @@ MUTANTS = (
         ("tests/stores/test_work.py",),
     ),
     Mutant(
-        "files are not synced", "store/files.py",
-        "                if synced:", "                if synced and not name:", ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
-        "directories are not synced", "store/files.py",
-        "sync_directory(self._prefix + directory)", "pass", ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
         "a rank looks at its own files instead of its neighbour's", "run/saving.py",
         "written.receipts[(gather.rank + 1) % gather.size]", "written.receipts[gather.rank]",
         ("tests/test_claims.py", "-k", "neighbour"),
@@ -138,26 +116,6 @@ MUTANTS = (
     Mutant(
         "shared chunks are not locked", "store/zarr.py",
         '{"mode": "os"}', '{"mode": "none"}', ("tests/test_claims.py", "-k", "lock"),
-    ),
-    Mutant(
-        "a root is linked before it is durable", "store/files.py",
-        'None, self.sync != "none")', 'None, self.sync == "fsync")', ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
-        "new parents are not synced", "store/directories.py",
-        "sync_directory(directory.parent)", "pass", ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
-        "a claim in place is not synced", "store/file_claim.py",
-        "            os.fsync(self._file or 0)", "            pass", ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
-        "the exchange is not synced", "store/target.py",
-        "        notes += synced(final.parent)", "        pass", ("tests/test_power_cuts.py",),
-    ),
-    Mutant(
-        "ranks other than 0 do not sync", "run/saving.py",
-        "            store.flush()", "            pass", ("tests/test_power_cuts.py",),
     ),
     Mutant(
         "one process does not look for its chunks", "run/saving.py",
@@ -279,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         "a key may be stored where the root is made", "store/encoding.py",
-        '"zarr.json.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
+        'f"{ROOT}.new", ', "", ("tests/test_hostile.py", "-k", "named_as_the_root"),
     ),
     Mutant(
         "narrow does not look at the offset", "spec/shard.py",

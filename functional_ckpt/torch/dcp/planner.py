@@ -48,9 +48,14 @@ from functional_ckpt.torch.dcp.bridge import (
 from functional_ckpt.torch.tensors import DTYPE_NAMES, TORCH_DTYPES
 
 __all__ = [
-    "StrictLoadPlanner", "StrictSavePlanner", "check_unused", "global_save_plan", "load_plan", "local_numel",
+    "StrictLoadPlanner",
+    "StrictSavePlanner",
+    "check_unused",
+    "global_save_plan",
+    "load_plan",
+    "local_numel",
     "local_save_plan",
-]  # fmt: skip
+]
 
 
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
@@ -187,11 +192,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         """Check that some rank wants every key that is stored."""
         wanted = {key for plan in global_plan for key in plan.planner_data or ()}
         unexpected = [
-            KeyMismatchError("the checkpoint has a key that no rank wants", key,
-                             remedy="Pass LoadPolicy(strict=Strict(unexpected='ignore'))")
+            KeyMismatchError(
+                "the checkpoint has a key that no rank wants",
+                key,
+                remedy="Pass LoadPolicy(strict=Strict(unexpected='ignore'))",
+            )
             for key in self._metadata().state_dict_metadata
             if key not in wanted
-        ]  # fmt: skip
+        ]
         _act(self.policy.strict.unexpected, unexpected)
         return super().create_global_plan(global_plan)
 

@@ -228,9 +228,11 @@ class ZarrStorageWriter(StorageWriter):
         _SEEN.update([save_id] if save_id is not None else [])
         if self._is_coordinator and self._with_collectives and len(members) != self._count:
             raise SpecError(
-                "cached plans do not contain the ranks that save", expected=f"{self._count} ranks", found=members,
+                "cached plans do not contain the ranks that save",
+                expected=f"{self._count} ranks",
+                found=members,
                 remedy="Turn plan caching off, or save with the default process group",
-            )  # fmt: skip
+            )
         # Other ranks may still wait in a save that failed on this one: the next save uses its own connections.
         if not self._with_collectives:
             return member_link(members, f"{_PURPOSE} without collectives")
