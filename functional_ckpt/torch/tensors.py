@@ -298,7 +298,7 @@ def _checked(device: str) -> str:
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
-        return HostBuffer(host_view(tensor))
+        return HostBuffer(host_view(tensor), tensor.data_ptr())
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
     stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
     if stream is not None:
