@@ -14,10 +14,10 @@ from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, Corrup
 from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store import claim as claims
+from functional_ckpt.store import file_claim
 from functional_ckpt.store.chunk import update_chunk, write_chunk
-from functional_ckpt.store.claim import ABANDONED, Claim, state_of
 from functional_ckpt.store.commit import Site
+from functional_ckpt.store.file_claim import ABANDONED, Claim, state_of
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
@@ -61,7 +61,7 @@ def test_a_claim_goes_before_its_lock(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [f".{'a' * 16}.{ID}.claim", f".{ID}.claim"])
 def test_a_claim_of_another_machine_is_left_with_a_word(name, tmp_path, monkeypatch):
     """With locks that other machines do not see, it looks like that of a dead process."""
-    monkeypatch.setattr(claims, "_machine", lambda: {"host": "elsewhere", "boot": "then"})
+    monkeypatch.setattr(file_claim, "_machine", lambda: {"host": "elsewhere", "boot": "then"})
     Claim.take(tmp_path / name, ID).drop()
     (tmp_path / f".{'a' * 16}.{ID}.saving").mkdir()
     monkeypatch.undo()
@@ -79,8 +79,8 @@ def test_a_claim_of_another_machine_is_left_with_a_word(name, tmp_path, monkeypa
 )
 def test_a_claim_of_this_machine_under_another_name_is_judged(other, tmp_path, monkeypatch):
     """A container has a name of its own, and a machine that was started again another number."""
-    here = claims._machine()
-    monkeypatch.setattr(claims, "_machine", lambda: {**here, **other})
+    here = file_claim._machine()
+    monkeypatch.setattr(file_claim, "_machine", lambda: {**here, **other})
     Claim.take(tmp_path / f".{'a' * 16}.{ID}.claim", ID).drop()
     monkeypatch.undo()
     assert sweep(tmp_path) == (str(tmp_path / f".{'a' * 16}.{ID}.claim"),)
@@ -90,9 +90,9 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     """Nobody knows who lives: a claim stands until somebody deletes it."""
 
     def refuse(file, operation):
-        raise OSError(claims.ENOLCK, "No locks available")
+        raise OSError(file_claim.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(claims.fcntl, "flock", refuse)
+    monkeypatch.setattr(file_claim.fcntl, "flock", refuse)
     Claim.take(tmp_path / f".{'a' * 16}.{ID}.claim", ID).drop()
     assert sweep(tmp_path) == ()
     assert state_of(tmp_path / f".{'a' * 16}.{ID}.claim") == "live"

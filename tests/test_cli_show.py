@@ -10,8 +10,8 @@ import pytest
 
 import functional_ckpt as fc
 from functional_ckpt.cli import content, main
+from functional_ckpt.show import bar
 from functional_ckpt.spec.array import DTYPES
-from functional_ckpt.store import display
 from functional_ckpt.store.encoding import numpy_dtype
 
 FAST = fc.SavePolicy(durability="none")
@@ -174,7 +174,7 @@ def test_show_array_for_people(capsys, stored):
 
 
 def test_reading_a_large_array_is_shown(stored, caplog, monkeypatch):
-    monkeypatch.setattr(display, "_LONG_S", 0.05)
+    monkeypatch.setattr(bar, "_LONG_S", 0.05)
     path = stored(np.zeros(1000))
 
     def slow(array):

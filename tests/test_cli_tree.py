@@ -10,7 +10,7 @@ import pytest
 import functional_ckpt as fc
 from functional_ckpt.cli import main, tables
 from functional_ckpt.cli.screen import Screen, columns
-from functional_ckpt.plan.outline import Leaf, folded, outline, outline_of
+from functional_ckpt.show.outline import Leaf, folded, outline, outline_of
 
 FAST = fc.SavePolicy(durability="none")
 

@@ -14,8 +14,8 @@ import pytest
 
 import functional_ckpt
 from functional_ckpt import SavePolicy, async_save, errors, load, open_checkpoint, save, sweep, verify
-from functional_ckpt.store.claim import Claim, state_of
 from functional_ckpt.store.commit import begin
+from functional_ckpt.store.file_claim import Claim, state_of
 from functional_ckpt.store.opening import open_store
 
 MARKER = SavePolicy(commit="marker", durability="none")

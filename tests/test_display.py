@@ -14,8 +14,8 @@ import pytest
 
 import functional_ckpt as fc
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.store import display
-from functional_ckpt.store.display import Count, displayed
+from functional_ckpt.show import bar
+from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.testing.simulate import run_ranks
 
 FAST = fc.SavePolicy(durability="none")
@@ -23,8 +23,9 @@ FAST = fc.SavePolicy(durability="none")
 # A save, a load and a verification that take their time, since the chunk they come to does.
 PROGRAM = """
 import sys, time, numpy as np, functional_ckpt as fc
-from functional_ckpt.store import display, files
-display._LONG_S = 0.05
+from functional_ckpt.show import bar
+from functional_ckpt.store import files
+bar._LONG_S = 0.05
 def slow(name):
     fast = getattr(files.FileStore, name)
     def wait(*arguments, **options):
@@ -45,7 +46,7 @@ print("rich" in sys.modules)
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(display, "_LONG_S", 0.05)
+    monkeypatch.setattr(bar, "_LONG_S", 0.05)
 
 
 def on_a_terminal(words, **environment):
@@ -171,8 +172,8 @@ def test_a_title_cannot_steer_the_terminal(caplog, impatient):
 
 def test_one_bar_at_a_time(monkeypatch, impatient):
     drawn = []
-    monkeypatch.setattr(display, "_is_terminal", lambda: True)
-    monkeypatch.setattr(display._Watcher, "_draw", lambda self: (drawn.append(self._title), self._over.wait()))
+    monkeypatch.setattr(bar, "_is_terminal", lambda: True)
+    monkeypatch.setattr(bar._Watcher, "_draw", lambda self: (drawn.append(self._title), self._over.wait()))
     with displayed("one", lambda: Count("write", 0, 0)):
         time.sleep(0.3)
         with displayed("two", lambda: Count("write", 0, 0)):

@@ -11,7 +11,7 @@ PROGRAM = """
 import torch
 from functional_ckpt.store.encoding import digest
 from functional_ckpt.store.values import plain_text
-from functional_ckpt.torch.objects import dump
+from functional_ckpt.torch.object_codec import dump
 from functional_ckpt.torch.megatron.validation import _digests
 
 class Holder:

@@ -15,7 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "functional_ckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-PURE = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in {"spec", "plan"}]
+PURE = [
+    path
+    for path in MODULES
+    if path.relative_to(PACKAGE).parts[0] in {"spec", "plan", "show"} and path != PACKAGE / "show/bar.py"
+]
 SOURCES = MODULES + sorted(
     path for folder in ("tests", "property_tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
@@ -27,7 +31,7 @@ IMPURE_STDLIB = {
     *("socket", "subprocess", "tempfile", "threading", "time", "uuid"),
 }
 PURE_STDLIB = sys.stdlib_module_names - IMPURE_STDLIB
-PURE_PREFIXES = ("functional_ckpt.errors", "functional_ckpt.spec", "functional_ckpt.plan")
+PURE_PREFIXES = ("functional_ckpt.errors", "functional_ckpt.spec", "functional_ckpt.plan", "functional_ckpt.show")
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 40
@@ -89,7 +93,7 @@ def long_functions(path: Path) -> list[str]:
 
 
 def test_the_scan_finds_the_layers():
-    assert {path.parent.name for path in PURE} == {"spec", "plan"}
+    assert {path.parent.name for path in PURE} == {"spec", "plan", "show"}
     assert len(MODULES) > len(PURE)
 
 

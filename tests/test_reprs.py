@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import functional_ckpt as fc
-from functional_ckpt.plan.html import tree_html
 from functional_ckpt.plan.layout import Layout
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
-from functional_ckpt.plan.outline import Leaf, outline
+from functional_ckpt.show.html import tree_html
+from functional_ckpt.show.outline import Leaf, outline
 from functional_ckpt.spec.array import ArraySpec
 
 FAST = fc.SavePolicy(durability="none")

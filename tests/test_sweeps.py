@@ -11,8 +11,8 @@ import pytest
 
 from functional_ckpt import SavePolicy, load, save, sweep, verify
 from functional_ckpt.errors import AlreadyExistsError
-from functional_ckpt.store import claim as claims
-from functional_ckpt.store.claim import Claim
+from functional_ckpt.store import file_claim
+from functional_ckpt.store.file_claim import Claim
 from functional_ckpt.store.temporary import claim_name, working_name
 from tests.effects import EFFECTS, watched
 
@@ -37,12 +37,12 @@ def test_a_claim_that_is_swept_before_it_is_locked_is_made_again(policy, tmp_pat
 
     def flock(file, operation, real=fcntl.flock):
         if operation == fcntl.LOCK_EX and len(swept) < 3:
-            monkeypatch.setattr(claims.fcntl, "flock", real)
+            monkeypatch.setattr(file_claim.fcntl, "flock", real)
             swept.append(sweep(tmp_path) + sweep(path))
-            monkeypatch.setattr(claims.fcntl, "flock", flock)
+            monkeypatch.setattr(file_claim.fcntl, "flock", flock)
         return real(file, operation)
 
-    monkeypatch.setattr(claims.fcntl, "flock", flock)
+    monkeypatch.setattr(file_claim.fcntl, "flock", flock)
     save(state(1), path, policy=policy)
     assert [len(names) for names in swept] == [1, 1, 1]
     assert step_of(path) == 1

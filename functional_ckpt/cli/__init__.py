@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, status: int) -> int:
-    from functional_ckpt.plan.text import clean
+    from functional_ckpt.show.text import clean
 
     problems = error.exceptions if isinstance(error, CheckpointErrors) else (error,)
     for problem in problems:

@@ -8,9 +8,9 @@ from functional_ckpt.cli.drawing import LINE, colour, label, rectangle, svg
 from functional_ckpt.cli.facts import key_problem, provenance_of
 from functional_ckpt.cli.screen import Screen, facts
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.text import clean, count, size
 from functional_ckpt.plan.writers import writers_from
 from functional_ckpt.run.checkpoint import Checkpoint
+from functional_ckpt.show.text import clean, count, size
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store.chunk import stored_nbytes
 from functional_ckpt.store.encoding import chunk_name, node_name

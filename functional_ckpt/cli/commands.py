@@ -9,7 +9,7 @@ from typing import Any
 
 from functional_ckpt.cli.screen import Screen, write
 from functional_ckpt.errors import NotACheckpointError
-from functional_ckpt.plan.text import clean, size
+from functional_ckpt.show.text import clean, size
 
 __all__ = ["chart", "completion", "ls", "rm", "show", "sweep", "tree", "verify"]
 

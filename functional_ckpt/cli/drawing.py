@@ -6,7 +6,7 @@ A figure brings its own background: code hosts and sites show it as an image, by
 from collections.abc import Sequence
 from html import escape
 
-from functional_ckpt.plan.text import clean
+from functional_ckpt.show.text import clean
 from functional_ckpt.spec.box import Box
 
 __all__ = ["COLOURS", "LINE", "colour", "label", "rectangle", "svg"]

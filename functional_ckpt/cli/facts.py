@@ -12,14 +12,13 @@ import numpy as np
 from functional_ckpt.cli.content import Index, corner, histogram, moments, picked
 from functional_ckpt.errors import CheckpointError, KeyMismatchError, ProblemError, StorageError, raise_problems
 from functional_ckpt.plan.manifest import DIGEST_NBYTES, FORMAT, ArrayEntry, Manifest
-from functional_ckpt.plan.outline import Branch, is_selected, outline_of
 from functional_ckpt.plan.prefixes import prefixes_of
 from functional_ckpt.run.checkpoint import Checkpoint, StoredArray
+from functional_ckpt.show.bar import Count, displayed
+from functional_ckpt.show.outline import Branch, is_selected, outline_of
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import stored_nbytes
-from functional_ckpt.store.commit import PROVENANCE
-from functional_ckpt.store.display import Count, displayed
-from functional_ckpt.store.encoding import chunk_name, node_name
+from functional_ckpt.store.encoding import PROVENANCE, chunk_name, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import verify
 

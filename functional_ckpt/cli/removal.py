@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from functional_ckpt.errors import CheckpointWarning, NotACheckpointError
-from functional_ckpt.plan.text import clean, count, size
+from functional_ckpt.show.text import clean, count, size
 from functional_ckpt.store.opening import directory_of
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.steps import check_removable, remove_checkpoint, sweep_steps

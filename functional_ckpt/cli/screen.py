@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
-from functional_ckpt.plan.text import cells, clean
+from functional_ckpt.show.text import cells, clean
 
 __all__ = ["Screen", "columns", "facts", "write"]
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from functional_ckpt.cli.screen import Screen, columns, facts
-from functional_ckpt.plan.outline import Branch, depth_for, folded
-from functional_ckpt.plan.text import clean, count, short, shown, size
+from functional_ckpt.show.outline import Branch, depth_for, folded
+from functional_ckpt.show.text import clean, count, short, shown, size
 
 __all__ = ["header", "leaf", "listing", "moment", "tree", "verification"]
 

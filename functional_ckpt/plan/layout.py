@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from operator import le
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, as_tuple, one_of, refuse, whole
+from functional_ckpt.plan.field import as_int, as_tuple, at_least, one_of, refuse
 from functional_ckpt.spec.array import DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import has_prefix
@@ -22,6 +22,7 @@ __all__ = [
     "Layout",
     "LayoutPolicy",
     "check_codecs",
+    "grid_of",
     "subdivide",
 ]
 
@@ -119,10 +120,10 @@ class LayoutPolicy:
     ('zstd:3',)
     """
 
-    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=whole(1))
-    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=whole(0))
-    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=whole(1))
-    few_files: int = attrs.field(default=4096, converter=as_int, validator=whole(0))
+    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=at_least(1))
+    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=at_least(0))
+    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=at_least(1))
+    few_files: int = attrs.field(default=4096, converter=as_int, validator=at_least(0))
     codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(
         default=(), converter=_codec_table, validator=_check_codec_table
     )
@@ -148,12 +149,12 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_single(self) -> bool:
         """Whether one chunk holds the whole array, and the array has cells."""
         return all(map(le, self.shape, self.chunk)) and 0 not in self.shape
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Chunks per axis (0 along an empty axis)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
@@ -206,6 +207,10 @@ class ChunkGrid:
         return tuple(reversed(index))
 
 
+# Thousands of arrays have the same grid.
+grid_of = lru_cache(maxsize=1024)(ChunkGrid)
+
+
 @attrs.frozen(cache_hash=True)
 class Layout:
     """How one array is stored: `ownership` and shape of its chunks, `codecs`, and the `stored` data type.
@@ -243,7 +248,7 @@ class ArrayPlan:
     @property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
+        return grid_of(self.spec.shape, self.layout.chunk)
 
 
 def subdivide(

@@ -9,7 +9,7 @@ import attrs
 
 from functional_ckpt.errors import SaveCancelledError
 from functional_ckpt.plan.timings import Timings
-from functional_ckpt.store.display import Count
+from functional_ckpt.show.bar import Count
 
 __all__ = ["Progress", "Tracker"]
 

@@ -16,6 +16,7 @@ from functional_ckpt.store.encoding import (
     array_metadata,
     as_bytes,
     chunk_name,
+    chunk_path,
     digest,
     digest_bytes,
     is_raw,
@@ -48,7 +49,7 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
     """Return a problem if a chunk is missing or has a wrong size."""
     spec, layout = entry.spec, entry.layout
     try:
-        found = store.nbytes_of(f"{node_name(spec.key)}/{chunk_name(index)}")
+        found = store.nbytes_of(chunk_path(spec.key, index))
     except StorageError as error:
         return located(error, spec, layout, index)
     raw = is_raw(layout)
@@ -72,7 +73,7 @@ def check_chunks(store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...
         return
     there = frozenset(store.names())
     for entry, index in chunks:
-        if f"{node_name(entry.spec.key)}/{chunk_name(index)}" not in there:
+        if chunk_path(entry.spec.key, index) not in there:
             yield _bad_size(entry.spec, entry.layout, index, None)
 
 
@@ -108,7 +109,7 @@ def decoding_nbytes(layout: Layout) -> int:
 
 def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> Array:
     """Return the cells of one chunk, clipped to the array."""
-    name = f"{node_name(spec.key)}/{chunk_name(index)}"
+    name = chunk_path(spec.key, index)
     raw = is_raw(layout)
     _check_memory(spec, layout, index)
     try:
@@ -134,7 +135,7 @@ def chunk_digest(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int
         return digest(read_chunk(store, spec, layout, index))
     hasher = xxhash.xxh3_128()
     try:
-        store.scan(f"{node_name(spec.key)}/{chunk_name(index)}", box.size * spec.itemsize, hasher.update)
+        store.scan(chunk_path(spec.key, index), box.size * spec.itemsize, hasher.update)
     except StorageError as error:
         raise located(error, spec, layout, index) from error.__cause__
     return hasher.digest()
@@ -173,7 +174,7 @@ def write_header(array: ArrayPlan, store: Store) -> None:
 def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
     """Write the whole chunk whose cells are `box`, and return its digest."""
     index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-    name = f"{node_name(spec.key)}/{chunk_name(index)}"
+    name = chunk_path(spec.key, index)
     if is_raw(layout):
         return create_chunk(store, name, values, layout)
     from functional_ckpt.store.zarr import encode_chunk

@@ -48,7 +48,7 @@ def open_store(
         return MemoryStore(rest.strip("/"))
     if scheme in SCHEMES:
         place = Place.of(scheme, rest)
-        from functional_ckpt.store.objects import ObjectStore
+        from functional_ckpt.store.object_store import ObjectStore
 
         return ObjectStore(place, access, guard)
     if scheme != "file":

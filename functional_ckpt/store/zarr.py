@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -82,6 +83,10 @@ class MemoryStore:
             stamp = kv.write(name, data, if_equal=before.stamp.generation).result()
         if not stamp.generation:  # TensorStore's sign that the condition did not hold
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return what does nothing."""
+        return nullcontext()
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a new object; every write to memory is atomic."""

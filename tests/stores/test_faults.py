@@ -154,7 +154,7 @@ def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
 
 
 def test_expired_credentials_and_a_missing_bucket_are_named(server, url):
-    for fault, word in (("expired", "Renew the credentials"), ("nobucket", "bucket"), ("503", "in_flight")):
+    for fault, word in (("expired", "Renew the credentials"), ("nobucket", "bucket"), ("503", "concurrency")):
         server.proxy.reset(lambda _, fault=fault: fault)
         for call in (lambda: save(state(2), url, policy=server.saving()), lambda: verify(url, store=server.access())):
             with pytest.raises(StorageError) as caught:
@@ -220,4 +220,5 @@ def test_kills_at_each_request_lose_nothing(server, url):
         else:
             sweep(place, store=server.access())
             assert outcome(server, place) == 2
-        assert not [name for name in open_store(place, access=server.access()).names() if ".claim" in name]
+        # A claim that was taken over is kept under another name, since a late request may still come.
+        assert not [name for name in open_store(place, access=server.access()).names() if name.endswith(".claim")]

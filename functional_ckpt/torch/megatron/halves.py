@@ -16,10 +16,9 @@ from functional_ckpt.errors import CorruptionError, StorageError
 from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.run.policy import Commit
 from functional_ckpt.store.base import UNSIZED, Store, storage_errors
-from functional_ckpt.store.claim import Claim
-from functional_ckpt.store.commit import MANIFEST, ROOT
 from functional_ckpt.store.directories import check_exchange, remove_tree, sync_directory, why_fixed
-from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.encoding import MANIFEST, ROOT, node_name
+from functional_ckpt.store.file_claim import Claim
 from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.sweep import leftover_names

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.plan.text import count, short, shown, size
+from functional_ckpt.show.text import count, short, shown, size
 from functional_ckpt.spec.tree import has_prefix
 
 __all__ = ["Branch", "Leaf", "depth_for", "folded", "is_selected", "natural", "outline", "outline_of"]

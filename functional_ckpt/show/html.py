@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from html import escape
 
-from functional_ckpt.plan.outline import Branch, folded
-from functional_ckpt.plan.text import clean, short, size
+from functional_ckpt.show.outline import Branch, folded
+from functional_ckpt.show.text import clean, short, size
 
 __all__ = ["tree_html"]
 
@@ -23,7 +23,7 @@ def tree_html(title: str, root: Branch) -> str:
 
     Examples
     --------
-    >>> from functional_ckpt.plan.outline import Leaf, outline
+    >>> from functional_ckpt.show.outline import Leaf, outline
     >>> page = tree_html("Checkpoint", outline([Leaf("<b>", "int8 [2]", 2, 2, 1, True, "int8")]))
     >>> "<b>" in page, "&lt;b&gt;" in page
     (False, True)
