@@ -26,7 +26,16 @@ from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import copier_of
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
-__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "TORCH_LEAVES",
+    "DeviceBuffer",
+    "TorchLeaves",
+    "fillable",
+    "host_view",
+    "to_torch",
+]
 
 #: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -174,12 +183,33 @@ class TorchLeaves:
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
 
 
+def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
+    """Return data type and memory of a plain tensor, which is to be filled.
+
+    Raises
+    ------
+    UnsupportedLeafError, SpecError, DTypeError
+        If it cannot be.
+
+    Examples
+    --------
+    >>> fillable("w", torch.zeros(2))[0]
+    'float32'
+    """
+    _check_type(key, tensor)
+    if tensor.is_meta or isinstance(tensor, DTensor):
+        found = "a meta tensor" if tensor.is_meta else "a DTensor"
+        raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
+    _check_fillable(key, tensor)
+    return _dtype_name(key, tensor), _buffer(tensor)
+
+
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
     plain = leaf.detach() if leaf.requires_grad else leaf
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
-def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
+def _check_fillable(key: str, local: torch.Tensor, rank: int | None = None) -> None:
     if local.is_conj() or local.is_neg():
         raise SpecError("a conjugated or negated view cannot be filled", key, rank=rank, shape=tuple(local.shape))
 
