@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tests.soak.copies import COPIES
 from tests.soak.mutant import Mutant
 from tests.soak.syncs import SYNCS
 
@@ -24,6 +25,7 @@ _FAILED = 1  # pytest's exit status when tests have run and some failed
 
 MUTANTS = (
     *SYNCS,
+    *COPIES,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
