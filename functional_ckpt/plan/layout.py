@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, as_tuple, one_of, refuse, whole
+from functional_ckpt.plan.field import as_int, as_tuple, at_least, one_of, refuse
 from functional_ckpt.spec.array import DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import has_prefix
@@ -120,10 +120,10 @@ class LayoutPolicy:
     ('zstd:3',)
     """
 
-    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=whole(1))
-    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=whole(0))
-    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=whole(1))
-    few_files: int = attrs.field(default=4096, converter=as_int, validator=whole(0))
+    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=at_least(1))
+    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=at_least(0))
+    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=at_least(1))
+    few_files: int = attrs.field(default=4096, converter=as_int, validator=at_least(0))
     codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(
         default=(), converter=_codec_table, validator=_check_codec_table
     )

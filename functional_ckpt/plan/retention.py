@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, one_of, refuse, short_repr, whole
+from functional_ckpt.plan.field import as_int, at_least, one_of, refuse, short_repr
 
 __all__ = [
     "STEP",
@@ -20,10 +20,10 @@ __all__ = [
     "KeepLast",
     "StepInfo",
     "best_of",
-    "doomed",
     "metrics_of",
     "needs_metrics",
     "step_attributes",
+    "steps_to_remove",
 ]
 
 #: The attribute of a checkpoint's root that holds the number and metrics of its step.
@@ -120,11 +120,11 @@ class KeepLast:
 
     Examples
     --------
-    >>> doomed([StepInfo(step, "") for step in (10, 20, 30)], KeepLast(2))
+    >>> steps_to_remove([StepInfo(step, "") for step in (10, 20, 30)], KeepLast(2))
     (10,)
     """
 
-    n: int = attrs.field(converter=as_int, validator=whole(1))
+    n: int = attrs.field(converter=as_int, validator=at_least(1))
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
         """Return the numbers of the last `n`."""
@@ -141,11 +141,11 @@ class KeepEvery:
 
     Examples
     --------
-    >>> doomed([StepInfo(step, "") for step in (50, 100, 150, 190, 250)], KeepEvery(100))
+    >>> steps_to_remove([StepInfo(step, "") for step in (50, 100, 150, 190, 250)], KeepEvery(100))
     (50, 150)
     """
 
-    n_steps: int = attrs.field(converter=as_int, validator=whole(1))
+    n_steps: int = attrs.field(converter=as_int, validator=at_least(1))
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
         """Return the number of the last step of each stretch that ends at a multiple."""
@@ -166,12 +166,12 @@ class KeepBest:
     Examples
     --------
     >>> steps = [StepInfo(10, "", metrics={"loss": 0.1}), StepInfo(20, "", metrics={"loss": 0.3}), StepInfo(30, "")]
-    >>> doomed(steps, KeepBest("loss"))
+    >>> steps_to_remove(steps, KeepBest("loss"))
     (20,)
     """
 
     metric: str = attrs.field()
-    n: int = attrs.field(default=1, converter=as_int, validator=whole(1))
+    n: int = attrs.field(default=1, converter=as_int, validator=at_least(1))
     mode: Mode = attrs.field(default="min", validator=one_of(*get_args(Mode)))
 
     @metric.validator
@@ -194,7 +194,7 @@ def _value(info: StepInfo, metric: str) -> float:
     return info.metrics.get(metric, math.nan)
 
 
-def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
+def steps_to_remove(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
     """Return the committed steps to remove, in the order of removal: ascending.
 
     The latest step, pinned steps, and the steps that `keep` keeps are not removed; None keeps everything.
@@ -202,7 +202,7 @@ def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
     Examples
     --------
     >>> steps = [StepInfo(1, "", pinned=True), StepInfo(2, ""), StepInfo(3, ""), StepInfo(4, "")]
-    >>> doomed(steps, KeepLast(1))
+    >>> steps_to_remove(steps, KeepLast(1))
     (2, 3)
     """
     if keep is None or not steps:

@@ -24,7 +24,7 @@ from functional_ckpt.run.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.run.progress import Tracker
-from functional_ckpt.run.wanted import Told, WantedKeys
+from functional_ckpt.run.wanted import KeySummary, WantedKeys
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
@@ -110,7 +110,7 @@ def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker
 class _Request:
     """What a rank sends to the others before a load: its keys, and with `read_once` the pieces that it wants."""
 
-    keys: Told
+    keys: KeySummary
     wanted: Pieces | None
     budget_nbytes: int
     machine: str
@@ -128,6 +128,7 @@ class _Loader:
 
     def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
         self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
+        self.rank = gather.rank
         self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
@@ -166,8 +167,8 @@ class _Loader:
             entries = self.manifest.arrays
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
-            wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        return _Request(self.keys.told(), wanted, self.policy.budget_nbytes, boot_id())
+            wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.rank)
+        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes, boot_id())
 
     def check(self, requests: Sequence[_Request]) -> None:
         """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
@@ -192,7 +193,7 @@ class _Loader:
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)
-        alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
+        alone, moved = plan_read_once(arrays, wanted, self.rank, budget)
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
     def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
@@ -201,7 +202,7 @@ class _Loader:
         budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
         arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
         if moved is not None:
-            total += nbytes_read([entry.layout for entry in arrays], moved, self.gather.rank)
+            total += nbytes_read([entry.layout for entry in arrays], moved, self.rank)
         tracker.enter("read", total)
         try:
             read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
@@ -276,7 +277,7 @@ class _Loader:
         fresh = None if plan is None or convert is not None else (entry.spec.key, plan)
         if fresh in self._made:
             return self._made[fresh]
-        target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
+        target = adapter.target(key, leaf, self.rank, self.policy.device)
         finish = convert or target.finish
         loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
@@ -284,7 +285,7 @@ class _Loader:
         filled = self._filled.get(target.held.identity)
         if filled is None:
             self._filled[target.held.identity] = entry
-            self.shards += target.held.all_shards(self.gather.rank)
+            self.shards += target.held.all_shards(self.rank)
             self.buffers += target.held.buffers
         elif _content(filled) != _content(entry):
             raise SpecError(
@@ -338,7 +339,7 @@ class _Loader:
         self.keys.use(below)
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
-            rank = self.gather.rank if saved == now else 0
+            rank = self.rank if saved == now else 0
             inner = self._rank_value(stored.key, rank, leaf.value)
             return _Deferred(lambda: PerRank(_resolved(inner)))
         if callable(rule):
@@ -347,7 +348,7 @@ class _Loader:
             values = [
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
-            return _Deferred(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+            return _Deferred(lambda: PerRank(rule(tuple(map(_resolved, values)), self.rank, now)))
         before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
         raise PerRankError(
             "values that differ by rank were saved by another number of ranks",

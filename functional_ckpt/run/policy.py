@@ -9,13 +9,13 @@ from functional_ckpt.plan.field import (
     as_int,
     as_number,
     as_tuple,
+    at_least,
     flag,
     is_function,
     is_word,
     one_of,
     refuse,
     seconds,
-    whole,
 )
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.save import GIB
@@ -123,11 +123,11 @@ class SavePolicy:
         default=None, validator=attrs.validators.optional(one_of(*get_args(ObjectCodec)))
     )
     consolidate: bool = attrs.field(default=True, validator=flag)
-    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=whole(1))
+    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=at_least(1))
     in_flight: InFlight = attrs.field(default="wait", validator=one_of(*get_args(InFlight)))
     staging: Staging = attrs.field(default="copy", validator=one_of(*get_args(Staging)))
     staging_nbytes: int | None = attrs.field(
-        default=None, converter=as_int, validator=attrs.validators.optional(whole(0))
+        default=None, converter=as_int, validator=attrs.validators.optional(at_least(0))
     )
     timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
@@ -284,7 +284,7 @@ class LoadPolicy:
     safe_globals: tuple[Any, ...] | Trust = attrs.field(default=(), converter=_classes, validator=_check_globals)
     device: str = attrs.field(default="cpu", converter=_device, validator=_check_device)
     read_once: bool = attrs.field(default=False, validator=flag)
-    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=whole(1))
+    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=at_least(1))
     timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 

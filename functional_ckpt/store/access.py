@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, as_number, flag, one_of, refuse, seconds, whole
+from functional_ckpt.plan.field import as_int, as_number, at_least, flag, one_of, refuse, seconds
 
 __all__ = ["SCHEMES", "Place", "StorePolicy"]
 
@@ -23,7 +23,7 @@ def _text_or_none(policy: Any, field: Any, value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class StorePolicy:
-    """How to reach an object store; file systems do not ask.
+    """How to reach an object store; file systems ignore it.
 
     Parameters
     ----------
@@ -63,21 +63,21 @@ class StorePolicy:
     endpoint: str | None = attrs.field(default=None, validator=_text_or_none)
     region: str | None = attrs.field(default=None, validator=_text_or_none)
     credentials: Credentials = attrs.field(default="auto", validator=one_of(*get_args(Credentials)))
-    retries: int = attrs.field(default=8, converter=as_int, validator=whole(0))
+    retries: int = attrs.field(default=8, converter=as_int, validator=at_least(0))
     retry_delay_s: float = attrs.field(default=0.25, converter=as_number, validator=seconds)
     timeout_s: float = attrs.field(default=300.0, converter=as_number, validator=seconds)
-    concurrency: int = attrs.field(default=32, converter=as_int, validator=whole(1))
+    concurrency: int = attrs.field(default=32, converter=as_int, validator=at_least(1))
     lease_s: float = attrs.field(default=60.0, converter=as_number, validator=seconds)
     alone: bool = attrs.field(default=False, validator=flag)
 
     @property
     def endpoint_url(self) -> str | None:
-        """The server's URL, of the policy or the environment; None for Amazon's own."""
+        """The server's URL, from the policy or the environment; None for Amazon's own."""
         return self.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
     @property
     def aws_region(self) -> str | None:
-        """The region, of the policy or the environment; None to ask the server."""
+        """The region, from the policy or the environment; None to ask the server."""
         found = self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         return found or ("us-east-1" if self.endpoint_url else None)
 
@@ -136,7 +136,7 @@ class Place:
         if self.scheme != "s3":
             return {"driver": "http", "base_url": f"{self.scheme}://{self.bucket}", "path": f"/{self.prefix}"}
         spec: dict[str, Any] = {"driver": "s3", "bucket": self.bucket, "path": self.prefix}
-        # One request by which the server judges the condition, rather than a look and then a write.
+        # One request, in which the server checks the condition, instead of a read and then a write.
         spec["use_conditional_write"] = True
         if policy.endpoint_url:
             spec["endpoint"] = policy.endpoint_url

@@ -1,4 +1,4 @@
-"""The claims of saves in place: which kind a store has, taken, looked for, and judged."""
+"""The claims of saves in place: which kind a store has, and how claims are taken, found and judged."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from functional_ckpt.store.files import NEW, FileStore
 from functional_ckpt.store.lease import Lease, LeasedStore, expired
 from functional_ckpt.store.temporary import claim_name, is_claim_name
 
-__all__ = ["claims_in", "has_claim", "listed", "may_be_ours", "take_claim"]
+__all__ = ["claims_in", "has_claim", "may_be_ours", "names_in", "take_claim"]
 
 
 def take_claim(store: Store, save_id: str, durable: bool) -> tuple[SaveClaim, list[str] | None]:
@@ -41,7 +41,7 @@ def has_claim(store: Store, save_id: str) -> bool:
 def claims_in(
     store: Store, but: str | None = None, there: Sequence[str] | None = None
 ) -> AbstractContextManager[tuple[list[str], list[str]]]:
-    """Hold the claims of dead saves in a place, so that nobody else cleans up after them; also name the live ones.
+    """Hold the claims of dead saves in a place, so that nobody else cleans up after them; also return the live ones.
 
     `there` are the names in an object store, if they were listed already.
     """
@@ -57,7 +57,7 @@ def _in_memory(url: str, but: str | None) -> Iterator[tuple[list[str], list[str]
     yield [], [url] if but is None and is_live_in_memory(url) else []
 
 
-def listed(root: Path) -> list[str]:
+def names_in(root: Path) -> list[str]:
     """Return the names in a directory, sorted; none if there is no directory."""
     try:
         return sorted(os.listdir(root))
@@ -67,14 +67,14 @@ def listed(root: Path) -> list[str]:
 
 @contextmanager
 def _dead_claims(root: Path, but: str | None = None) -> Iterator[tuple[list[str], list[str]]]:
-    """Hold the claims of dead saves in a directory, so that nobody else cleans up after them; also name the live ones.
+    """Hold the claims of dead saves in a directory, as `claims_in` does.
 
-    One that is just being made counts as neither: who makes it will find ours.
+    A claim that is being created counts as neither: its creator will find ours.
     """
     dead: list[str] = []
     live: list[str] = []
     with ExitStack() as held:
-        for name in listed(root):
+        for name in names_in(root):
             if not is_claim_name(name) or name == but or not may_be_ours(root / name):
                 continue
             claim = Claim.adopt(root / name)

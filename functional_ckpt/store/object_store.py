@@ -4,7 +4,6 @@ A request costs a round trip, so that many are sent at a time; names come from o
 """
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
 from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner, joined
 from functional_ckpt.store.lease import is_taken
+from functional_ckpt.store.server_errors import explained, knows_no_condition
 from functional_ckpt.store.zarr import refuse_forked
 
 __all__ = ["ObjectStore"]
@@ -34,21 +34,6 @@ _GAP_NBYTES = 2**20
 #: The generation, in TensorStore's words, of an object that is not there.
 _MISSING = b"\x02"
 _LONGEST_DELAY_S = 8.0
-
-# What a part of TensorStore's text means, and what to do about it; the first that is found counts.
-_MEANINGS = (
-    (r"NoSuchBucket|Invalid S3 bucket name|Bucket .* (not found|does not exist)",
-     "Check the bucket's name, the region and the endpoint"),
-    (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
-    (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
-     "Check the credentials and the clock of this machine"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region",
-     "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
-    (r"PERMISSION_DENIED|'40[13]'", "Check the credentials, whether they have expired, and what they allow here"),
-    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with a lower concurrency or more retries"),
-    (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
-     "StorePolicy with more retries"),
-)  # fmt: skip
 
 
 @attrs.define(eq=False)
@@ -161,7 +146,7 @@ class ObjectStore:
         try:
             generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
         except StorageError as error:
-            if not _knows_no_condition(error):
+            if not knows_no_condition(error):
                 raise
             # A server that knows no such condition: we look, and then write.
             if self.stamp(name) != stamp:
@@ -338,7 +323,7 @@ class ObjectStore:
         try:
             return _opened(text, *with_policy)
         except (ValueError, RuntimeError) as error:
-            raise _explained("opening", self.url, str(error)) from error
+            raise explained("opening", self.url, str(error)) from error
 
     def _wait(self, what: str, name: str, future: Any) -> Any:
         """Return what a request has brought.
@@ -359,7 +344,7 @@ class ObjectStore:
                 remedy="Check the endpoint and the network, or pass a longer StorePolicy(timeout_s=...)",
             ) from None
         except (ValueError, RuntimeError) as error:
-            raise _explained(what, self._named(name), str(error)) from error
+            raise explained(what, self._named(name), str(error)) from error
 
 
 def _ahead(futures: Iterable[Any], count: int) -> Iterator[Any]:
@@ -373,25 +358,6 @@ def _ahead(futures: Iterable[Any], count: int) -> Iterator[Any]:
     finally:
         for future in flying:
             future.cancel()
-
-
-def _explained(what: str, path: str, text: str) -> StorageError:
-    """Return the error for a text of TensorStore, with what to do about it."""
-    remedy = next((remedy for pattern, remedy in _MEANINGS if re.search(pattern, text, re.IGNORECASE)), None)
-    return StorageError(f"{what} failed", path=path, found=_short(text), remedy=remedy)
-
-
-def _short(text: str) -> str:
-    """Return a text of TensorStore without the bodies and headers of answers, which can be long and hold tokens.
-
-    Examples
-    --------
-    >>> _short("NOT_FOUND: NoSuchBucket: none such [http_response_body='<xml>'] [source locations='a']")
-    'NOT_FOUND: NoSuchBucket: none such'
-    """
-    status = re.search(r"http_response_code='(\d+)'", text)
-    cut = re.split(r" \[[a-z_ -]+=", text, maxsplit=1)[0]
-    return f"{cut} (HTTP {status[1]})" if status and "Unknown" in cut else cut
 
 
 @cache
@@ -411,7 +377,3 @@ def _opened(spec: str, credentials: str, retries: int, delay_s: float, concurren
         }
     )
     return ts.KvStore.open(json.loads(spec), context=context).result()
-
-
-def _knows_no_condition(error: StorageError) -> bool:
-    return "501" in str(error.__cause__) or "NotImplemented" in str(error.__cause__)

@@ -130,7 +130,7 @@ class Opened:
             yield
         except (StorageError, CheckpointErrors) as error:
             inner = error.exceptions if isinstance(error, CheckpointErrors) else (error,)
-            if any(isinstance(problem, StorageError) for problem in inner) and not self.stands():
+            if any(isinstance(problem, StorageError) for problem in inner) and not self.is_there():
                 raise self._replaced() from error
             raise
 
@@ -139,7 +139,7 @@ class Opened:
         if not self._is_same_root():
             raise self._replaced()
 
-    def stands(self) -> bool:
+    def is_there(self) -> bool:
         """Tell whether the checkpoint is still there; true if that cannot be known."""
         try:
             return self.store.is_current() and self._is_same_root()
@@ -258,7 +258,7 @@ def verify(
     with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
         found = run_all(work, GIB, count, found_in.capabilities.concurrency)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
-    if problems and not opened.stands():
+    if problems and not opened.is_there():
         opened.check()
     return VerifyReport(problems, sum(e.grid.size for e in manifest.arrays), manifest.nbytes)
 

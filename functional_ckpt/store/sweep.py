@@ -8,7 +8,7 @@ from pathlib import Path
 from functional_ckpt.errors import CheckpointWarning, StorageError
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.claims import claims_in, listed, may_be_ours
+from functional_ckpt.store.claims import claims_in, may_be_ours, names_in
 from functional_ckpt.store.directories import remove_tree
 from functional_ckpt.store.encoding import BEGINNINGS
 from functional_ckpt.store.file_claim import claimed_nodes, state_of
@@ -70,7 +70,7 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
     """Return what was removed, and the claims whose state only another machine can tell."""
     removed: list[str] = []
     doubtful: list[Path] = []
-    for name in listed(root):
+    for name in names_in(root):
         claim_name = part_of(name)
         if claim_name is None or not may_be_ours(root / name):
             continue
@@ -83,7 +83,7 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
         elif "foreign" in states:
             doubtful.append(claim)
     with claims_in(open_store(root)) as (dead, live):
-        if not live and (dead or f"zarr.json{NEW}" in listed(root)):
+        if not live and (dead or f"zarr.json{NEW}" in names_in(root)):
             removed += _sweep_in_place(open_store(root), dead)
     return removed, doubtful + [root / name for name in live if state_of(root / name) == "foreign"]
 

@@ -15,7 +15,7 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError, Unsupporte
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
-from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
+from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
@@ -26,7 +26,16 @@ from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import copier_of
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
-__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "TORCH_LEAVES",
+    "DeviceBuffer",
+    "TorchLeaves",
+    "fillable",
+    "host_view",
+    "to_torch",
+]
 
 #: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -116,7 +125,7 @@ class TorchLeaves:
 
     def accepts(self, leaf: object) -> bool:
         """Tell whether `leaf` is a tensor, or holds tensors or an object."""
-        return isinstance(leaf, torch.Tensor | LocalTensors | OpaqueObject)
+        return isinstance(leaf, _LEAF_TYPES)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
@@ -153,7 +162,7 @@ class TorchLeaves:
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
     def _held(self, key: str, leaf: torch.Tensor, local: torch.Tensor) -> HeldArray:
-        spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
+        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
         if isinstance(leaf, DTensor):
             # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
             # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
@@ -174,12 +183,33 @@ class TorchLeaves:
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
 
 
+def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
+    """Return data type and memory of a plain tensor, which is to be filled.
+
+    Raises
+    ------
+    UnsupportedLeafError, SpecError, DTypeError
+        If it cannot be.
+
+    Examples
+    --------
+    >>> fillable("w", torch.zeros(2))[0]
+    'float32'
+    """
+    _check_type(key, tensor)
+    if tensor.is_meta or isinstance(tensor, DTensor):
+        found = "a meta tensor" if tensor.is_meta else "a DTensor"
+        raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
+    _check_fillable(key, tensor)
+    return _dtype_name(key, tensor), _buffer(tensor)
+
+
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
     plain = leaf.detach() if leaf.requires_grad else leaf
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
-def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
+def _check_fillable(key: str, local: torch.Tensor, rank: int | None = None) -> None:
     if local.is_conj() or local.is_neg():
         raise SpecError("a conjugated or negated view cannot be filled", key, rank=rank, shape=tuple(local.shape))
 
@@ -298,7 +328,7 @@ def _checked(device: str) -> str:
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
-        return HostBuffer(host_view(tensor))
+        return HostBuffer(host_view(tensor), tensor.data_ptr())
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
     stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
     if stream is not None:
@@ -343,4 +373,5 @@ def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_LEAF_TYPES = (torch.Tensor, LocalTensors, OpaqueObject)
 TORCH_LEAVES = TorchLeaves()

@@ -20,7 +20,7 @@ from functional_ckpt.errors import (
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.mismatch import listed
+from functional_ckpt.plan.mismatch import quoted
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.objects import object_from_bytes
 from functional_ckpt.run.policy import LoadPolicy
@@ -266,7 +266,7 @@ def _act(action: str, problems: Sequence[ProblemError]) -> None:
     if action == "raise":
         raise_problems(problems)
     elif action == "report" and problems:
-        report(f"{problems[0].what}: {listed([problem.key or '' for problem in problems])}")
+        report(f"{problems[0].what}: {quoted([problem.key or '' for problem in problems])}")
 
 
 def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemError]:
