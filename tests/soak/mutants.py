@@ -25,15 +25,6 @@ _FAILED = 1  # pytest's exit status when tests have run and some failed
 MUTANTS = (
     *SYNCS,
     Mutant(
-        "each rank fetches its own columns", "store/readahead.py",
-        "len(starts) * nbytes * readers >= span:", "len(starts) * nbytes >= span:",
-        ("tests/test_readahead.py",),
-    ),
-    Mutant(
-        "all ranks count as ranks of this machine", "run/loading.py",
-        "request.machine == boot_id() != \"\"", "boot_id() != \"\"", ("tests/test_readahead.py",),
-    ),
-    Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
         ("tests/test_wires.py", "-k", "dies_before"),
