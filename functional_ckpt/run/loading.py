@@ -34,6 +34,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import check_needed, read_plan
+from functional_ckpt.store.machine import boot_id
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
@@ -112,6 +113,7 @@ class _Request:
     keys: KeySummary
     wanted: Pieces | None
     budget_nbytes: int
+    machine: str
 
 
 @attrs.frozen(eq=False)
@@ -166,7 +168,7 @@ class _Loader:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.rank)
-        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes)
+        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes, boot_id())
 
     def check(self, requests: Sequence[_Request]) -> None:
         """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
@@ -186,6 +188,8 @@ class _Loader:
                 raise SpecError(
                     "read_once differs between ranks", expected="one value", remedy="Pass one LoadPolicy on all ranks"
                 )
+            here = sum(request.machine == boot_id() != "" for request in requests)
+            self.store = self.store.read_by(max(1, here))
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)

@@ -258,6 +258,10 @@ class ObjectStore:
         """Return the store itself: a committed checkpoint is not overwritten here."""
         return self
 
+    def read_by(self, count: int) -> "ObjectStore":
+        """Return the store itself: processes share nothing here."""
+        return self
+
     def unpin(self) -> None:
         """Do nothing."""
 
