@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeAlias
 
 import attrs
@@ -15,6 +15,7 @@ __all__ = ["REUSED_NBYTES", "Joiner", "joined"]
 #: time takes 20 ms, in which no other thread can run Python; this takes 5.
 REUSED_NBYTES = 2**20
 
+_STARTING = Lock()
 _Calls: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]"
 
 
@@ -59,9 +60,14 @@ class Joiner:
         return write(self._memory)
 
 
-@cache
 def _calls() -> _Calls:
     """Return the queue of the one thread."""
+    with _STARTING:
+        return _started()
+
+
+@cache
+def _started() -> _Calls:
     calls: _Calls = SimpleQueue()
     Thread(target=_serve, args=(calls,), name="functional_ckpt-joiner", daemon=True).start()
     return calls
