@@ -282,11 +282,11 @@ class _Loader:
         loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
             self._made[fresh] = loaded
-        filled = self._filled.get(target.held.identity)
+        filled = self._filled.get(target.identity)
         if filled is None:
-            self._filled[target.held.identity] = entry
-            self.shards += target.held.all_shards(self.rank)
-            self.buffers += target.held.buffers
+            self._filled[target.identity] = entry
+            self.shards += target.shards
+            self.buffers += target.buffers
         elif _content(filled) != _content(entry):
             raise SpecError(
                 "two leaves of `like` share one memory, and the checkpoint has two arrays",

@@ -8,7 +8,7 @@ through TensorStore. An array of one chunk skips the grid: a small tensor costs 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -218,7 +218,8 @@ def read_plan(
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
-class _Piece(NamedTuple):
+@attrs.frozen
+class _Piece:
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]
