@@ -18,7 +18,7 @@ import tensorstore as ts
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
-from functional_ckpt.store.lease import is_taken
+from functional_ckpt.store.whole import WholeStore
 from functional_ckpt.store.zarr import refuse_forked
 
 __all__ = ["ObjectStore"]
@@ -38,9 +38,11 @@ _MEANINGS = (
     (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
     (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
      "Check the credentials and the clock of this machine"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region",
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region|'30[17]'",
      "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
     (r"PERMISSION_DENIED|'40[13]'", "Check the credentials, whether they have expired, and what they allow here"),
+    # An answer to HEAD says no more; Amazon answers so to a wrong region and to a token that has expired.
+    (r"'400'", "Check the region (StorePolicy(region=...) or AWS_REGION), and whether the credentials have expired"),
     (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with fewer in_flight or more retries"),
     (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
      "StorePolicy with more retries"),
@@ -59,7 +61,7 @@ class _Guarding:
 
 
 @attrs.frozen
-class ObjectStore:
+class ObjectStore(WholeStore):
     """Objects under a prefix of a bucket. Each write is whole, and done when it returns; none replaces an object.
 
     Nothing is written any more once the claim `guard` is gone, as far as this rank has noticed: it looks every third of
@@ -100,15 +102,11 @@ class ObjectStore:
         """Whether the caller says that nobody else saves or sweeps here meanwhile."""
         return self.policy.alone
 
-    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
+    def put(self, name: str, data: bytes) -> None:
         """Write a new object, in one request. One that is there already stays, and must hold the same bytes.
 
         It does where the answer to our own request was lost, and the request repeated.
         """
-        self.check_guard()
-        for part in parts if each is not None else ():
-            each(part)  # type: ignore[misc]
-        data = b"".join(parts).ljust(nbytes, b"\0")
         generation = self._wait("writing", name, self._kv().write(name, data, if_equal=_MISSING)).generation
         if not generation:  # how TensorStore says that the condition did not hold
             self._require_own(name, data)
@@ -121,10 +119,6 @@ class ObjectStore:
                                remedy="Save again")  # fmt: skip
         if found != data:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
-
-    def publish(self, name: str, data: bytes) -> None:
-        """Write a new object; every write here is whole."""
-        self.create(name, [memoryview(data)], len(data))
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
         """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now."""
@@ -234,22 +228,6 @@ class ObjectStore:
         for key in self._wait("listing", "", self._kv().list()):
             yield key.decode("utf-8", "surrogateescape")
 
-    def children(self) -> Iterator[str]:
-        """Yield the names right below the prefix; TensorStore has no listing that stops there, so all are listed."""
-        heads = (name.partition("/") for name in self.names())
-        yield from dict.fromkeys(head + slash for head, slash, _ in heads)
-
-    def pinned(self) -> "ObjectStore":
-        """Return the store itself: a committed checkpoint is not overwritten here."""
-        return self
-
-    def unpin(self) -> None:
-        """Do nothing."""
-
-    def is_current(self) -> bool:
-        """Return True."""
-        return True
-
     def stamp(self, name: str) -> object:
         """Return the generation of an object, on S3 its entity tag."""
         found = self._wait("looking at", name, self._kv().read(name, byte_range=slice(0, 0)))
@@ -270,16 +248,8 @@ class ObjectStore:
             now = time.monotonic()
             if self._guarding.looked_s is not None and now - self._guarding.looked_s < self.policy.lease_s / 3:
                 return
-            data = self.read(self.guard)
-            if data is None or is_taken(data):
-                raise StorageError(
-                    "the save was abandoned or swept while this rank was writing", path=self.url,
-                    expected=f"the claim {self.guard}", found="none", remedy="Save again under a new path",
-                )  # fmt: skip
+            super().check_guard()
             self._guarding.looked_s = now
-
-    def flush(self) -> None:
-        """Do nothing: a write is durable when the server confirms it."""
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's key-value store at `prefix`."""
