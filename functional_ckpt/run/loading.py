@@ -10,6 +10,7 @@ from functional_ckpt.errors import (
     CheckpointError,
     PathNotSharedError,
     PerRankError,
+    PolicyError,
     SpecError,
     raise_problems,
 )
@@ -29,6 +30,7 @@ from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.chunk import absent_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import check_needed, read_plan
@@ -49,24 +51,27 @@ def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, t
     """
     found: list[Opened] = []
 
-    def open_it() -> str:
+    def open_it() -> tuple[str, frozenset[str] | None]:
         check_load(like, path, policy, tracker.report)
         found.append(Opened.at(path, policy.store))
-        return found[0].digest
+        # A listing has everything: one rank asks for it.
+        return found[0].digest, None if gather.rank else absent_chunks(found[0].store, found[0].manifest.arrays)
 
     try:
-        digests = together(gather, open_it)
-        if len(set(digests)) > 1:
+        opened = together(gather, open_it)
+        if len({digest for digest, _ in opened}) > 1:
             remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
             raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
-        return _load(like, found[0], policy, gather, tracker)
+        return _load(like, found[0], policy, gather, tracker, opened[0][1])
     finally:
-        for opened in found:
-            opened.close()
+        for mine in found:
+            mine.close()
 
 
-def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
-    loader = _Loader(opened.manifest, opened.store, policy, gather)
+def _load(
+    like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker, absent: frozenset[str] | None
+) -> Any:
+    loader = _Loader(opened.manifest, opened.store, policy, gather, absent)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> _Request:
@@ -120,8 +125,10 @@ class _Deferred:
 class _Loader:
     """Finds for each leaf of `like` what is stored for it; one object per load."""
 
-    def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
-        self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
+    def __init__(
+        self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather, absent: frozenset[str] | None
+    ) -> None:
+        self.manifest, self.store, self.policy, self.gather, self.absent = manifest, store, policy, gather, absent
         self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
@@ -150,13 +157,20 @@ class _Loader:
         except CheckpointError as error:
             self._problems.append(error)
             return LoadPlan(())
-        self._problems += check_needed(plan, entries, self.store)
+        self._problems += check_needed(plan, entries, self.store, self.absent)
         return plan
+
+    @property
+    def _reads_once(self) -> bool:
+        """Whether ranks read for one another: as the policy says, else where reading is dear."""
+        if self.policy.read_once is None:
+            return self.gather.size > 1 and not self.store.capabilities.sized
+        return self.policy.read_once
 
     def request(self, plan: LoadPlan) -> _Request:
         """Return what the other ranks must know."""
         wanted: Pieces | None = None
-        if self.policy.read_once and isinstance(self.gather, Exchange):
+        if self._reads_once and isinstance(self.gather, Exchange):
             entries = self.manifest.arrays
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
@@ -184,7 +198,12 @@ class _Loader:
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)
-        alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
+        try:
+            alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
+        except PolicyError:  # on every rank: all plan the same moves
+            if self.policy.read_once:
+                raise
+            return plan, None
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
     def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
