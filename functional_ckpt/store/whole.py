@@ -22,10 +22,6 @@ class WholeStore:
     ----------
     guard
         Name of the claim of the save that writes here, or None; nothing is written any more once that is gone.
-    lease_s
-        How long a claim counts that is not renewed, in seconds.
-    alone
-        Whether the caller says that nobody else saves or sweeps here meanwhile.
 
     Examples
     --------
@@ -39,8 +35,6 @@ class WholeStore:
 
     sync: str = "none"
     guard: str | None = None
-    lease_s: float = 60.0
-    alone: bool = False
 
     @property
     def url(self) -> str:
@@ -51,6 +45,16 @@ class WholeStore:
     def capabilities(self) -> Capabilities:
         """Shared with other processes; nothing else."""
         return Capabilities(shared_chunks=False, rename=False, shared=True)
+
+    @property
+    def lease_s(self) -> float:
+        """How long a claim counts that is not renewed, in seconds: 60."""
+        return 60.0
+
+    @property
+    def alone(self) -> bool:
+        """Whether the caller says that nobody else saves or sweeps here meanwhile: no."""
+        return False
 
     def put(self, name: str, data: bytes) -> None:
         """Write a new object in one step; raise `AlreadyExistsError` if there is one, and leave that as it is."""

@@ -67,7 +67,7 @@ class _StoreMachine(RuleBasedStateMachine):
         self.opened()
         self.store = self.make(self.place)
         self.model: dict[str, bytes] = {}
-        self.stamps: dict[str, object] = {}
+        self.stamps: dict[str, tuple[object, bytes]] = {}
 
     @rule(name=names, parts=st.lists(contents, max_size=3), padding=st.integers(0, 9), publishes=st.booleans())
     def create(self, name: str, parts: list[bytes], padding: int, publishes: bool) -> None:
@@ -79,7 +79,7 @@ class _StoreMachine(RuleBasedStateMachine):
             if publishes:
                 self.store.publish(name, data)
             else:
-                self.store.create(name, list(map(memoryview, parts)), len(data), seen.extend)
+                self.store.create(name, [memoryview(part) for part in parts], len(data), seen.extend)
 
         before = self.model.get(name)
         try:
@@ -160,9 +160,9 @@ class _StoreMachine(RuleBasedStateMachine):
     @rule(name=names)
     def compare_stamps(self, name: str) -> None:
         """An object of other bytes has another stamp."""
-        stamp, data = self.stamps.get(name, (None, None))  # type: ignore[misc]
-        if data is not None and self.model.get(name) not in (None, data):
-            require(self.store.stamp(name) != stamp, f"{name}: other bytes have the stamp of those before")
+        before = self.stamps.get(name)
+        if before is not None and self.model.get(name) not in (None, before[1]):
+            require(self.store.stamp(name) != before[0], f"{name}: other bytes have the stamp of those before")
 
     @precondition(lambda self: self.store.capabilities.shared and hasattr(self.store, "replace"))
     @rule(name=names, data=contents, other=contents)

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import parse_qs, unquote
 
 import attrs
 
@@ -139,12 +140,24 @@ class Proxy:
         method, target, _ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         lower = head.lower()
         with self._lock:
-            conditional = b"\r\nif-match:" in lower or b"\r\nif-none-match:" in lower
+            conditional = any(words in lower for words in (b"\r\nif-match:", b"\r\nif-none-match:", b"ifgenerationm"))
+            method, target = _as_s3(method, target)
             request = Request(len(self.requests), method, target, conditional, nbytes)
             self.requests.append(request)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         return request
+
+
+def _as_s3(method, target):
+    """Return a request of Google's API as the one of S3 that asks for the same; any other as it is."""
+    path, query = target.partition("?")[0], parse_qs(target.partition("?")[2])
+    if path.startswith("/upload/storage/v1/b/"):
+        return "PUT", f"/{path.split('/')[5]}/{query['name'][0]}"
+    if not path.startswith("/storage/v1/b/"):
+        return method, target
+    bucket, _, key = path.removeprefix("/storage/v1/b/").partition("/o")
+    return method, f"/{bucket}{unquote(key)}" if key else f"/{bucket}?list-type=2"
 
 
 def _head(stream):

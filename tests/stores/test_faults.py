@@ -275,7 +275,10 @@ save({"w": np.arange(512, dtype="f4") + 2, "b": np.full(3, 2, "f8"), "step": 2},
 
 
 def test_kills_at_each_request_lose_nothing(server, url):
-    """The saver is killed when a request of it arrives, before the server sees it and after; the next save works."""
+    """The saver is killed when a request of it arrives, before the server sees it and after; the next save works.
+
+    `tox -e stores` tries each: so many kills for each server that they are over 200.
+    """
     total = len(requests_of(server, url))
     kills = [(number, after) for number in range(total) for after in (False, True)][:: 11 if _STEP > 1 else 1]
     for number, after in kills:

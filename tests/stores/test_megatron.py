@@ -141,7 +141,7 @@ def _others_common_half(server, url):
 def test_the_halves_of_two_saves_are_never_taken_for_one(server, url, moment):
     """The common half of another save comes before ours is looked at, while it is, and between that and our claim."""
     replace = _others_common_half(server, url)
-    place = url.removeprefix("s3:/")
+    place = "/" + url.partition("://")[2]
     moments = {
         "common saved": ("GET", place + "/common.pt"),  # the first to be looked at
         "looked at": ("GET", place + "/.objects/manifest.json"),  # the last
