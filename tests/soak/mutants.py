@@ -89,9 +89,30 @@ MUTANTS = (
         ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
     ),
     Mutant(
-        "a rank writes on though its save was given up", "store/object_store.py",
+        "a rank writes on though its save was given up", "store/whole.py",
         "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
         ("tests/stores/test_savers.py", "-k", "given_up"),
+    ),
+    Mutant(
+        "the common half is not looked at when the root is written", "store/commit.py",
+        "        require_beside(store, bound, digests_beside(store, bound))", "        del bound",
+        ("tests/stores/test_megatron.py", "-k", "halves_of_two"),
+    ),
+    Mutant(
+        "the common half of another save is taken for ours", "torch/megatron/halves.py",
+        "        require_beside(store, {_BESIDE[1]: mine}, found)", "        del mine",
+        ("tests/stores/test_megatron.py", "-k", "halves_of_two"),
+    ),
+    Mutant(
+        "the common half of a live save is removed by another", "torch/megatron/halves.py",
+        "        clear_in_place(store, claim.label)", "        pass",
+        ("tests/stores/test_megatron.py", "-k", "left_alone"),
+    ),
+    Mutant(
+        "a committed checkpoint of Megatron in an object store is invalidated", "torch/megatron/halves.py",
+        "    if store.nbytes_of(ROOT) is not None:\n        raise AlreadyExistsError(",
+        "    if not store:\n        raise AlreadyExistsError(",
+        ("tests/stores/test_megatron.py", "-k", "committed"),
     ),
     Mutant(
         "requests of a store hold more than the budget", "store/work.py",
@@ -117,7 +138,7 @@ MUTANTS = (
     ),
     Mutant(
         "a common half of another layout stays", "torch/megatron/strategies/zarr.py",
-        "make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)", "make_way(checkpoint_dir, COMMON, OBJECTS)",
+        "make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS,", "make_way(checkpoint_dir, COMMON, OBJECTS,",
         ("tests/test_halves.py", "-k", "layout"),
     ),
     Mutant(
@@ -126,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody looks whether the checkpoint was replaced between its halves", "torch/megatron/serialization.py",
-        "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:",
+        "    if root_of(checkpoint_dir, access) != root:", "    if not checkpoint_dir:",
         ("tests/test_halves.py", "-k", "while_its_halves"),
     ),
     Mutant(

@@ -303,6 +303,7 @@ def test_kills_at_each_request_lose_nothing(server, url):
             save(state(3), place, policy=server.saving(layout=_CHUNKED))
             assert outcome(server, place) == 3
         else:
-            sweep(place, store=server.access())
-            assert outcome(server, place) == 2
+            for _ in range(2):  # the first may leave a sign for requests that come late
+                sweep(place, store=server.access())
+                assert outcome(server, place) == 2
         assert not [name for name in open_store(place, access=server.access()).names() if ".claim" in name]
