@@ -3,7 +3,7 @@
 Ratios compare runs of one invocation, each the median over rounds of the quotient of two runs of
 the same round. A target that is missed is printed and not an error: a busy machine misses some.
 Rivals take part where they are installed. Saves by several ranks: ``python -m benchmarks.ranks``; planning
-for thousands of them: ``python -m benchmarks.planning``.
+for thousands of them: ``python -m benchmarks.planning``; what a disk takes and gives: ``python -m benchmarks.disk``.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks import fetched, figures, lineup, memory, reshard
 from benchmarks.competitors import DCP, OURS, Competitor
-from benchmarks.figures import FIGURES, Results
+from benchmarks.figures import DURABLE_FIGURES, FIGURES, Results
 from benchmarks.measure import Samples, time_loads, time_saves
 from benchmarks.options import chosen_size, new_parser, tell
 from benchmarks.place import Place, default_directories, scratch_place
@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
                 results = _measure(where, size, competitors, with_memory=not peaks_known)
                 peaks_known = True
                 console.print(ratio_table(where.title, results))
-                console.print(figure_table(f"figures: {where.title}", FIGURES, results))
+                targets = DURABLE_FIGURES if where.durable else FIGURES
+                console.print(figure_table(f"figures: {where.title}", targets, results))
 
 
 def _measure(place: Place, size: Size, competitors: Sequence[Competitor], with_memory: bool) -> Results:

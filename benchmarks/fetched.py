@@ -33,10 +33,10 @@ def measure(place: Place, nbytes: int) -> Fetched | None:
     functional_ckpt.save(state, path, policy=policy)
     like = {"model": {name: _left_half(name, full) for name, full in state["model"].items()}}
     place.settle()
-    _evict(path)
-    before = _disk_read_nbytes()
+    evict(path)
+    before = disk_read_nbytes()
     loaded = functional_ckpt.load(like, path)
-    read = _disk_read_nbytes() - before
+    read = disk_read_nbytes() - before
     wanted = 0
     for name, full in state["model"].items():
         half = loaded["model"][name]
@@ -53,15 +53,17 @@ def _left_half(name: str, full: np.ndarray):
     return functional_ckpt.ShardSpec(array, functional_ckpt.Box((0, 0), (rows, columns // 2)))
 
 
-def _evict(root: Path) -> None:
-    """Drop the clean pages of every file under a directory from the page cache."""
+def evict(root: Path) -> None:
+    """Drop the pages of every file under a directory from the page cache, after a sync: dirty ones stay."""
     for path in root.rglob("*"):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
 
 
-def _disk_read_nbytes() -> int:
+def disk_read_nbytes() -> int:
+    """Bytes that this process has made the kernel read from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])

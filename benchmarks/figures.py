@@ -78,3 +78,10 @@ FIGURES = (
     Figure("small load: DCP / ours", ">=", 4, _times(SMALL_LOAD, who.DCP, who.OURS)),
     Figure("peak extra memory / (64 MiB + budget of 64 MiB)", "<=", 1, _peak),
 )  # fmt: skip
+
+#: Where every save is synced, by raw files and DCP too.
+DURABLE_FIGURES = (
+    Figure("large save: wall / raw", "<=", 0.8, _times(LARGE_SAVE, who.OURS, who.RAW)),
+    Figure("large save: DCP / ours", ">=", 1.4, _times(LARGE_SAVE, who.DCP, who.OURS)),
+    Figure("small save: DCP / ours", ">=", 4, _times(SMALL_SAVE, who.DCP, who.OURS)),
+)

@@ -1,6 +1,7 @@
 """States of DTensors, cut along one axis as FSDP2 does, and the libraries that save and load them on all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import functional_ckpt
-from benchmarks.competitors import DCP, OURS
+from benchmarks.competitors import DCP, OURS, RAW, load_raw, save_raw
 from benchmarks.state import same_bits
 
 DState = dict[str, dict[str, DTensor]]
@@ -28,17 +29,19 @@ class Library:
     load: Callable[[DState, Path], object]
 
 
-def library(name: str, budget_nbytes: int | None = None) -> Library:
-    """Return ours, with a budget, or DCP as it comes; nobody syncs."""
+def library(name: str, budget_nbytes: int | None = None, durable: bool = False) -> Library:
+    """Return ours, with a budget, DCP as it comes, or plain files; they sync what they save if it is to be durable."""
     if name == DCP:
         return Library(
             DCP,
-            lambda state, path: dcp.save(state, storage_writer=_writer(path)),
-            lambda state, path: dcp.async_save(state, storage_writer=_writer(path)).result(),
+            lambda state, path: dcp.save(state, storage_writer=_writer(path, durable)),
+            lambda state, path: dcp.async_save(state, storage_writer=_writer(path, durable)).result(),
             lambda into, path: dcp.load(into, storage_reader=dcp.FileSystemReader(path)),
         )
+    if name == RAW:
+        return Library(RAW, partial(_save_raw, durable=durable), partial(_save_raw, durable=durable), _load_raw)
     budget = {} if budget_nbytes is None else {"budget_nbytes": budget_nbytes}
-    policy = functional_ckpt.SavePolicy(durability="none", **budget)
+    policy = functional_ckpt.SavePolicy(durability="auto" if durable else "none", **budget)
     reading = functional_ckpt.LoadPolicy(**budget)
     # Looked up now: names of the package are imported on first use, and an import is no part of a save.
     save, async_save, load = functional_ckpt.save, functional_ckpt.async_save, functional_ckpt.load
@@ -93,5 +96,14 @@ def _blocks(tensors: Tensors, axis: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor.chunk(size, axis)[rank].clone(memory_format=torch.contiguous_format)
 
 
-def _writer(path: Path) -> dcp.FileSystemWriter:
-    return dcp.FileSystemWriter(path, sync_files=False)
+def _writer(path: Path, durable: bool) -> dcp.FileSystemWriter:
+    return dcp.FileSystemWriter(path, sync_files=durable)
+
+
+def _save_raw(state: DState, path: Path, durable: bool) -> None:
+    path.mkdir(exist_ok=True)
+    save_raw({"model": local_tensors(state)}, path / f"{dist.get_rank()}", durable)
+
+
+def _load_raw(into: DState, path: Path) -> None:
+    load_raw({"model": local_tensors(into)}, path / f"{dist.get_rank()}")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from functional_ckpt.run.pending import PendingSave
     from functional_ckpt.run.policy import LoadPolicy, SavePolicy, Strict
     from functional_ckpt.run.progress import Progress
+    from functional_ckpt.run.staging import release_staging
     from functional_ckpt.spec.array import ArraySpec, ObjectSpec
     from functional_ckpt.spec.box import Box
     from functional_ckpt.spec.shard import Fragment, ShardSpec, World
@@ -59,6 +60,7 @@ _MODULES = {
     "SavePolicy": "run.policy",
     "Strict": "run.policy",
     "Progress": "run.progress",
+    "release_staging": "run.staging",
     "ArraySpec": "spec.array",
     "ObjectSpec": "spec.array",
     "Box": "spec.box",
@@ -103,6 +105,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "read_manifest",
+    "release_staging",
     "save",
     "sweep",
     "verify",

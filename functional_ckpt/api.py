@@ -17,7 +17,8 @@ from functional_ckpt.run.pending import PendingSave, raise_dropped, refuse_while
 from functional_ckpt.run.planning import PlanMemory
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
 from functional_ckpt.run.progress import Progress, Tracker
-from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, stage, write
+from functional_ckpt.run.saving import Prepared, abandoning, prepare_captured, write
+from functional_ckpt.run.staging import stage, unstage
 from functional_ckpt.run.timed import timed
 from functional_ckpt.show.bar import displayed
 
@@ -264,7 +265,10 @@ def _prepared(
 def _written(staged: Prepared, tracker: Tracker, name: str) -> Manifest:
     # No bar: the program goes on meanwhile, and prints.
     with displayed(f"saving {name}", tracker.count, staged.gather.rank == 0, bar=False), turn_of(staged.gather):
-        return write(staged, tracker)
+        try:
+            return write(staged, tracker)
+        finally:
+            unstage(staged)
 
 
 def gather_of(

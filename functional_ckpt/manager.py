@@ -100,8 +100,12 @@ class Checkpoints:
         if self.keep is not None and not isinstance(self.keep, Keep):
             raise refuse(self, "keep", "KeepLast, KeepEvery, KeepBest, or several joined by |", self.keep)
         if self.policy.in_flight == "queue":
-            raise PolicyError("Checkpoints has one save in flight at a time", expected="in_flight='wait' or 'refuse'",
-                              found="'queue'", remedy="Pass another SavePolicy")  # fmt: skip
+            raise PolicyError(
+                "Checkpoints has one save in flight at a time",
+                expected="in_flight='wait' or 'refuse'",
+                found="'queue'",
+                remedy="Pass another SavePolicy",
+            )
         self._signals = StopSignals(on_signal)
         if self._keeper.rank == 0:
             check_root(self.root)
@@ -132,8 +136,15 @@ class Checkpoints:
             save has not begun.
         """
         info, own = self._keeper.begin("save", step, metrics, attributes, False)
-        manifest = api.save(state, info.path, policy=self.policy, process_group=self._process_group,
-                            overwrite=overwrite, attributes=own, progress=progress)  # fmt: skip
+        manifest = api.save(
+            state,
+            info.path,
+            policy=self.policy,
+            process_group=self._process_group,
+            overwrite=overwrite,
+            attributes=own,
+            progress=progress,
+        )
         self._keeper.meet("the end of a save", lambda: self._keeper.committed(info, manifest))
         return manifest
 
@@ -159,8 +170,15 @@ class Checkpoints:
         """
         refuses = self.policy.in_flight == "refuse"
         info, own = self._keeper.begin("async_save", step, metrics, attributes, refuses)
-        pending = api.async_save(state, info.path, policy=self.policy, process_group=self._process_group,
-                                 overwrite=overwrite, attributes=own, progress=progress)  # fmt: skip
+        pending = api.async_save(
+            state,
+            info.path,
+            policy=self.policy,
+            process_group=self._process_group,
+            overwrite=overwrite,
+            attributes=own,
+            progress=progress,
+        )
         self._keeper.flight = Flight(info, pending)
         return pending
 
@@ -183,8 +201,9 @@ class Checkpoints:
         """
         chosen = self._keeper.choose("load", step)
         if chosen is None:
-            raise NotACheckpointError("there is no step to load", path=self.root,
-                                      remedy="resume(like) returns like itself then")  # fmt: skip
+            raise NotACheckpointError(
+                "there is no step to load", path=self.root, remedy="resume(like) returns like itself then"
+            )
         return self._load(like, chosen, policy, progress)
 
     def resume(
@@ -207,9 +226,11 @@ class Checkpoints:
         {'step': 0}
         """
         chosen = self._keeper.choose("resume", None)
-        _LOGGER.info("no step below %s: beginning anew" if chosen is None else "resuming %s from step %d",
-                     *([self.root] if chosen is None else [self.root, chosen]))  # fmt: skip
-        return like if chosen is None else self._load(like, chosen, policy, progress)
+        if chosen is None:
+            _LOGGER.info("no step below %s: beginning anew", self.root)
+            return like
+        _LOGGER.info("resuming %s from step %d", self.root, chosen)
+        return self._load(like, chosen, policy, progress)
 
     def _load(
         self, like: Any, step: int, policy: LoadPolicy | None, progress: Callable[[Progress], None] | None

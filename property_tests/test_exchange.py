@@ -21,7 +21,7 @@ from functional_ckpt.testing import strategies as fst
 from functional_ckpt.testing.simulate import run_ranks
 from property_tests.test_roundtrip import directory, joined, load_world, tree_bytes, trees
 
-OWNERSHIPS = st.sampled_from(["owned", "exclusive", "shared"])
+OWNERSHIPS = st.sampled_from(["owned", "joined", "exclusive", "shared"])
 # Each example saves and loads several times.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
 FEWEST = settings(max_examples=settings.default.max_examples // 6)
@@ -35,16 +35,16 @@ def moves(draw, max_arrays=2):
     specs = [draw(fst.array_specs(name, long | fst.shapes(3, 6, 1, 1))) for name in names]
     source = joined([draw(fst.scattered(spec) | fst.scattered(spec) | fst.shardings(spec)) for spec in specs])
     target = joined([draw(fst.scattered(spec) | fst.shardings(spec)) for spec in specs])
-    return source, target, {spec.key: draw(fst.arrays(spec)) for spec in specs}, draw(fst.moving_policies())
+    policy = owned_as(draw(fst.moving_policies()), draw(st.sampled_from(["owned", "owned", "joined"])))
+    return source, target, {spec.key: draw(fst.arrays(spec)) for spec in specs}, policy
 
 
 def owned_as(policy, ownership):
-    """Return `policy` such that shards have chunks of their own, if that is the ownership."""
-    return (
-        attrs.evolve(policy, layout=attrs.evolve(policy.layout, min_chunk_nbytes=0))
-        if ownership == "exclusive"
-        else policy
-    )
+    """Return `policy` such that shards have chunks of their own, or chunks of several shards."""
+    if ownership not in ("exclusive", "joined"):
+        return policy
+    few = 0 if ownership == "joined" else 2**20
+    return attrs.evolve(policy, layout=attrs.evolve(policy.layout, min_chunk_nbytes=0, few_files=few))
 
 
 def plan_of(world, policy, ownership="owned"):

@@ -91,3 +91,13 @@ def test_every_chunk_has_one_digest(manifest, too_many):
     digests[:] = [*digests, digests[0]] if too_many else digests[1:]
     with pytest.raises(CorruptionError):
         Manifest.from_json(json.dumps(document).encode())
+
+
+@pytest.mark.parametrize("digests", [["0" * 31, "0" * 33], ["0" * 64, ""], [" " * 4 + "0" * 28, "0" * 32], [0, 0]])
+def test_each_digest_has_its_length(digests):
+    record = {"key": "w", "dtype": "int8", "shape": [2], "chunk": [1], "digests": ["0" * 32, "1" * 32]}
+    document = {**json.loads(Manifest().to_json()), "arrays": [record]}
+    assert Manifest.from_json(json.dumps(document).encode()).arrays[0].digest(1) == b"\x11" * DIGEST_NBYTES
+    record["digests"] = digests
+    with pytest.raises(CorruptionError):
+        Manifest.from_json(json.dumps(document).encode())

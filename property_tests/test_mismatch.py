@@ -70,7 +70,7 @@ def test_a_prefix_is_refused_exactly_if_no_key_of_any_rank_has_it(asked, stored,
     policy = LoadPolicy(keys=prefixes, rename=dict.fromkeys(prefixes, "x"), strict="ignore")
     ranks = [WantedKeys(manifest, policy) for _ in asked]
     selected = {key for keys, rank in zip(asked, ranks, strict=True) for key in keys if rank.selects(key)}
-    told = [rank.told() for rank in ranks]
+    told = [rank.summary() for rank in ranks]
     everybody = [key for keys in asked for key in keys]
     idle = {p for p in prefixes if not any(f"{key}.".startswith(f"{p}.") or not p for key in everybody)}
     for rank in ranks:

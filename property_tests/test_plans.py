@@ -33,7 +33,7 @@ MOSTLY = st.sampled_from([True, True, True, False])
 ALL = Sharding(Mesh.line(2), [Replicate()])
 #: Most policies find all shards too small for chunks of their own, and cut arrays into many chunks.
 MOVING = fst.moving_policies().map(lambda policy: policy.layout)
-POLICIES = MOVING | MOVING | MOVING | fst.layout_policies()
+POLICIES = MOVING | MOVING | MOVING | fst.layout_policies() | fst.joining_policies()
 # Each example pickles everything.
 FEWER = settings(max_examples=settings.default.max_examples // 3)
 

@@ -1,14 +1,20 @@
 """Laws of saving and loading sharded leaves: any cut loads what any other saved, flat or not."""
 
 import itertools
+import pickle
 
+import attrs
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from functional_ckpt.torch.megatron.mapping import ShardedTensor  # noqa: E402
+from functional_ckpt.errors import CheckpointError  # noqa: E402
+from functional_ckpt.run.comm import Gather  # noqa: E402
+from functional_ckpt.testing.simulate import try_ranks  # noqa: E402
+from functional_ckpt.torch.megatron import validation  # noqa: E402
+from functional_ckpt.torch.megatron.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from functional_ckpt.torch.megatron.state_tree import NOTHING, joined, picked, with_lists  # noqa: E402
 from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy  # noqa: E402
 
@@ -68,3 +74,63 @@ def test_f2_a_tree_is_the_join_of_its_parts(tree, modulus):
     parts = [part for part in parts if part is not NOTHING]
     whole = joined(*parts) if len(parts) == 2 else parts[0]
     assert with_lists(whole, tree) == tree
+
+
+def half(place, main=True, dtype=torch.int8, key="w", obj=None):
+    """Return the state of a rank: half a tensor, and an object of which some copy is here."""
+    tensor = ShardedTensor.from_rank_offsets(key, torch.zeros(2, dtype=dtype), (0, place, 2), replica_id=int(not main))
+    return [tensor] if obj is None else [tensor, ShardedObject("o", 0, (1,), (0,), replica_id=obj)]
+
+
+#: Both halves, one twice, no main copy, another data type, another key, an object with one, two and no main copies.
+HALVES = [half(0), half(1), half(1, False), half(1, dtype=torch.int16), half(1, key="v"), half(0, obj=0),
+          half(1, obj=1), half(1, obj=0)]  # fmt: skip
+
+
+@attrs.frozen
+class Listening:
+    """A group that keeps what its rank tells the others."""
+
+    inner: Gather
+    told: list
+
+    rank = property(lambda self: self.inner.rank)
+    size = property(lambda self: self.inner.size)
+
+    def all_gather(self, value):
+        self.told.append(pickle.dumps(value))
+        return self.inner.all_gather(value)
+
+
+def outcome_of_check(world, clear):
+    """Return what the check of a world says on each rank, whether it failed, and whether specs travelled."""
+    if clear:
+        validation._CHECKED.clear()
+    told = []
+    found = try_ranks(
+        len(world), lambda g: validation.validate_sharding_integrity(HALVES[world[g.rank]], Listening(g, told))
+    )
+    return (
+        [repr(each) for each in found],
+        isinstance(found[0], CheckpointError),
+        any(b"ShardTable" in text for text in told),
+    )
+
+
+WORLDS = st.tuples(st.tuples(*[st.integers(0, len(HALVES) - 1)] * 2), st.sampled_from([None, None, 0, 1]))
+
+
+@given(st.lists(WORLDS, min_size=2, max_size=5))
+@example([((0, 1), None), ((0, 2), None)])  # rank 0 has seen its part of a whole tensor before
+@example([((0, 1), None), ((0, 1), 1), ((0, 1), None)])  # one rank has forgotten what it checked
+@example([((0, 1), None), ((1, 0), None), ((5, 6), None), ((5, 7), None), ((5, 6), None)])
+def test_f3_a_check_says_the_same_whatever_was_checked_before(worlds):
+    """F3, and specs travel only if another world was checked last, or a rank has forgotten it."""
+    alone = {world: outcome_of_check(world, clear=True)[:2] for world, _ in worlds}
+    validation._CHECKED.clear()
+    last = None
+    for world, forgetful in worlds:
+        last = None if validation._CHECKED.pop(forgetful, None) else last
+        *found, travelled = outcome_of_check(world, clear=False)
+        assert (tuple(found), travelled) == (alone[world], world != last)
+        last = last if found[1] else world

@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -129,6 +130,31 @@ def test_a_damaged_root_is_no_missing_checkpoint(damage, saved, like, problems_o
     (saved / "manifest.json").write_text("{}")  # of somebody else
     (problem,) = problems_of(load, like, saved)
     assert type(problem).__name__ == "NotACheckpointError"
+
+
+def test_damaged_metadata_of_arrays_in_the_root(saved, like):
+    """Zarr tools read it; loading does not, and is not slowed down by it."""
+    edit(saved / "zarr.json", lambda data: data.replace(b'"shape":[8,8]', b'"shape":[8,8', 1))
+    (problem,) = verify(saved).problems
+    assert "root was changed" in str(problem)
+    load(like, saved)
+    assert like["w"][7, 7] == 63
+
+
+def test_a_root_that_another_tool_wrote_or_that_looks_like_two(tmp_path, like):
+    attributes = {"a": '"},"must_understand":false},', "z": {"x": {"y": {}, "must_understand": False}, "zz": 1}}
+    for number, dtype in enumerate(("f8", ml_dtypes.bfloat16)):
+        path = tmp_path / str(number)
+        save({"w": np.ones(2, dtype)}, path, policy=SavePolicy(durability="none"), attributes=attributes)
+        assert dict(open_checkpoint(path).attributes) == attributes
+        root = json.loads((path / "zarr.json").read_bytes())
+        # In front of the attributes, and compact as ours: members that begin and end like the metadata of our arrays.
+        odd = {
+            "consolidated_metadata": {"kind": "inline", "metadata": {"v": {"u": {}, "must_understand": False}, "x": 1}}
+        }
+        for text in (json.dumps(root, indent=1), json.dumps({**odd, **root}, separators=(",", ":"))):
+            (path / "zarr.json").write_text(text)
+            assert dict(open_checkpoint(path).attributes) == attributes
 
 
 def rewrite_manifest(path, change):

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import _storage_utils, format_utils, hf_storag
 
 import functional_ckpt as fc
 from functional_ckpt import LoadPolicy, SavePolicy, errors
-from functional_ckpt.store.target import METADATA_TEXT
+from functional_ckpt.store.encoding import METADATA_TEXT
 from functional_ckpt.torch import INSTALLED_SAVE_POLICY, ZarrStorageWriter, install
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

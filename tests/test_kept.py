@@ -10,7 +10,7 @@ import pytest
 
 import functional_ckpt as fc
 from functional_ckpt import SavePolicy, errors
-from functional_ckpt.store.target import METADATA_TEXT
+from functional_ckpt.store.encoding import METADATA_TEXT
 from tests.effects import REAL, watched
 
 KEEP = SavePolicy(foreign="keep")

@@ -6,6 +6,7 @@ A parameter without an annotation may have any; ``object`` in a return type stan
 import ast
 import collections
 import enum
+import importlib
 import inspect
 import logging
 import types
@@ -17,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from functional_ckpt import torch as torch_adapter  # noqa: E402
 from functional_ckpt.torch.dcp.bridge import ChunkStorageMetadata, MetadataIndex, WriteItem  # noqa: E402
 from functional_ckpt.torch.megatron import mapping  # noqa: E402
 from functional_ckpt.torch.megatron.strategies import async_calls, base, checkpointable  # noqa: E402
@@ -331,3 +333,24 @@ def test_the_data_of_a_shard_are_not_shown():
     shard = mapping.ShardedTensor.from_rank_offsets("w", torch.ones(3))
     assert repr(shard).startswith("ShardedTensor(key='w', dtype=torch.float32,")
     assert str(mapping.ShardedObject("rng", "secret", (1,), (0,))) == "ShardedObject(key='rng')"
+
+
+SHORT = ["mapping", "serialization", "strategies.async_utils", "strategies.base", "strategies.checkpointable"]
+
+
+def test_the_shorter_paths_are_these():
+    folder = Path(torch_adapter.__file__).parent
+    found = [folder / "mapping.py", folder / "serialization.py", *sorted((folder / "strategies").glob("[!_]*.py"))]
+    assert [".".join(path.relative_to(folder).with_suffix("").parts) for path in found] == SHORT
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_shorter_path_has_every_public_name_of_the_module_it_stands_for(name):
+    home = importlib.import_module(f"functional_ckpt.torch.megatron.{name}")
+    short = importlib.import_module(f"functional_ckpt.torch.{name}")
+    defined = {n for n, value in vars(home).items() if getattr(value, "__module__", None) == home.__name__}
+    stubs = {"mapping": MAPPING, "strategies.base": BASE, "strategies.checkpointable": CHECKPOINTABLE}.get(name, "")
+    documented = {n.name for n in ast.parse(stubs).body if isinstance(n, ast.ClassDef | ast.FunctionDef)}
+    public = {n for n in {*home.__all__, *defined, *documented} if not n.startswith("_")}
+    assert {n: getattr(short, n, None) for n in public} == {n: getattr(home, n) for n in public}
+    assert public <= {*short.__all__} == {*home.__all__}

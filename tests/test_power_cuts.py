@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from functional_ckpt import SavePolicy, save
+from functional_ckpt.store import unsynced
 from functional_ckpt.store.file_claim import claimed_nodes
 from functional_ckpt.testing.simulate import run_ranks
 from tests.disk import Cut, Log, files_below, is_aside, put
@@ -28,6 +29,14 @@ def saved_by_two(place, mode, durability):
         return save(mine, place / "a", policy=policy, overwrite=overwrite, process_group=gather)
 
     run_ranks(2, run)
+
+
+def saved_early(place, mode, durability):
+    """Save with few files kept open, which the disk is told to begin with however small they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unsynced, "MOST", 3)
+        patch.setattr(unsynced, "EARLY_NBYTES", 0)
+        run_save(place, mode, durability)
 
 
 @functools.cache
@@ -79,6 +88,11 @@ def test_a_power_cut_leaves_the_old_or_the_new(mode, durability):
 @pytest.mark.parametrize(("mode", "durability"), CASES)
 def test_a_power_cut_while_two_ranks_save(mode, durability):
     assert next(violations(mode, logged(mode, durability, saved_by_two)), None) is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_that_the_disk_begins_early_takes_no_sync_away(mode):
+    assert next(violations(mode, logged(mode, "fsync", saved_early)), None) is None
 
 
 @pytest.mark.parametrize("mode", MODES)

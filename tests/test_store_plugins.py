@@ -87,7 +87,7 @@ def package(tmp_path, monkeypatch):
 def test_a_store_of_another_package_is_used_everywhere(package):
     package("dicts", dicts="dicts:Dicts")
     state = {"w": np.arange(6.0).reshape(2, 3), "step": 3}
-    access = StorePolicy(in_flight=3)
+    access = StorePolicy(concurrency=3)
     save(state, "dicts://a/step-1", policy=SavePolicy(store=access))
     loaded = load({"w": np.zeros((2, 3)), "step": 0}, "dicts://a/step-1")
     assert np.array_equal(loaded["w"], state["w"])

@@ -165,11 +165,13 @@ def picked(array: StoredArray, index: Index) -> Facts:
     region = np.broadcast_to(np.int8(0), array.shape)[dense].size * array.entry.spec.itemsize
     if prod(shape) > _MOST_ELEMENTS or region > _BLOCK_NBYTES:
         raise ShapeError(
-            "the slice is too large to be shown", array.key, shape=array.shape,
+            "the slice is too large to be shown",
+            array.key,
+            shape=array.shape,
             expected=f"at most {_MOST_ELEMENTS} elements from a region of {_BLOCK_NBYTES} bytes",
             found=f"{prod(shape)} elements from {region} bytes",
             remedy="Take a smaller one, or index the array of functional_ckpt.open_checkpoint(path)",
-        )  # fmt: skip
+        )
     values = np.asarray(array[index]).reshape(shape)
     return {"shape": list(shape), "values": _nested(values), "rows": _texts(values)}
 

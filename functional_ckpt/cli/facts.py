@@ -18,8 +18,7 @@ from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.show.outline import Branch, is_selected, outline_of
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import stored_nbytes
-from functional_ckpt.store.commit import PROVENANCE
-from functional_ckpt.store.encoding import chunk_name, node_name
+from functional_ckpt.store.encoding import PROVENANCE, chunk_name, node_name
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.reading import verify
 

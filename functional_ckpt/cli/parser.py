@@ -44,8 +44,12 @@ def make_parser() -> argparse.ArgumentParser:
     rm.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
     rm.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     _command(found, "sweep", commands.sweep, "remove what saves that died have left in a directory of checkpoints")
-    completion = found.add_parser("completion", help="print what makes a shell complete commands, options and keys",
-                                  description=_COMPLETION, epilog=_EPILOG)  # fmt: skip
+    completion = found.add_parser(
+        "completion",
+        help="print what makes a shell complete commands, options and keys",
+        description=_COMPLETION,
+        epilog=_EPILOG,
+    )
     completion.add_argument("shell", metavar="SHELL", choices=sorted(SCRIPTS), help="bash, zsh or fish")
     completion.set_defaults(run=commands.completion)
     return parser
@@ -53,9 +57,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_prefix(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--prefix", action="append", default=[], metavar="KEY",
+        "--prefix",
+        action="append",
+        default=[],
+        metavar="KEY",
         help="only KEY and what is below it, as LoadPolicy(keys=...) understands it; can be given again",
-    )  # fmt: skip
+    )
 
 
 def _command(found: Any, name: str, run: Callable[..., int], text: str, path: str = "path") -> argparse.ArgumentParser:

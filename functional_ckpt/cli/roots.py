@@ -12,7 +12,7 @@ from functional_ckpt.errors import CheckpointError
 from functional_ckpt.plan.retention import metrics_of
 from functional_ckpt.show.outline import natural
 from functional_ckpt.show.text import count, size
-from functional_ckpt.store.commit import MANIFEST, ROOT
+from functional_ckpt.store.encoding import BEGINNINGS, MANIFEST, ROOT
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.reading import root_attributes
 from functional_ckpt.store.steps import PIN
@@ -21,8 +21,6 @@ __all__ = ["checkpoints_in", "root_lines", "root_listing"]
 
 Facts = dict[str, Any]
 
-# How our canonical JSON begins: other programs have files of this name, too.
-_BEGINNING = b'{"aliases":['
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (0.0, "s"))
 
 
@@ -41,7 +39,7 @@ def checkpoints_in(path: str) -> list[Path]:
 def _is_checkpoint(path: Path) -> bool:
     try:
         with open(path / MANIFEST, "rb") as file:
-            return file.read(len(_BEGINNING)) == _BEGINNING and (path / ROOT).is_file()
+            return file.read(len(BEGINNINGS[MANIFEST])) == BEGINNINGS[MANIFEST] and (path / ROOT).is_file()
     except OSError:
         return False
 

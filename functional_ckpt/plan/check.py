@@ -1,5 +1,6 @@
 """Checks of a whole world and of its keys. They return all problems as values."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from functional_ckpt.errors import (
@@ -103,11 +104,8 @@ def check_unique_keys(keys: Iterable[str], what: str = "a key is used twice") ->
     >>> [p.key for p in check_unique_keys(["a", "b", "a"])]
     ['a']
     """
-    counts: dict[str, int] = {}
-    for key in keys:
-        counts[key] = counts.get(key, 0) + 1
+    doubled = ((key, n) for key, n in Counter(keys).items() if n > 1)
     return [
         DuplicateKeyError(what, key, found=f"{n} leaves", remedy="Rename one: a key is the path joined by dots")
-        for key, n in sorted(counts.items())
-        if n > 1
+        for key, n in sorted(doubled)
     ]

@@ -10,6 +10,7 @@ __all__ = [
     "as_int",
     "as_number",
     "as_tuple",
+    "at_least",
     "flag",
     "is_function",
     "is_word",
@@ -17,7 +18,6 @@ __all__ = [
     "refuse",
     "seconds",
     "short_repr",
-    "whole",
 ]
 
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
@@ -82,12 +82,12 @@ def flag(policy: Any, field: Any, value: Any) -> None:
         raise refuse(policy, field.name, "True or False", value)
 
 
-def whole(low: int) -> Validator:
+def at_least(low: int) -> Validator:
     """Return a validator that accepts integers from `low` on.
 
     Examples
     --------
-    >>> whole(1)(None, None, 3)
+    >>> at_least(1)(None, None, 3)
     """
 
     def check(policy: Any, field: Any, value: Any) -> None:

@@ -1,29 +1,18 @@
-"""The chunk grid of one array: the layout ladder.
-
-1. *exclusive*: per axis, the greatest common divisor of the interior faces of all boxes gives the largest
-   grid in which no chunk has two writers; it is then split toward the target size. Taken when its chunks
-   reach the minimum size, or when one box is the whole array.
-2. *owned*: chunks of a size that suits storage; one rank writes each, the others send it their pieces. Taken
-   where ranks can exchange data.
-3. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken where ranks cannot
-   exchange data and the store supports it.
-
-The choice depends on the boxes, the data type and the policy, not on ranks or their order.
-"""
+"""`LayoutPolicy`, and the chunk grid of one array. `functional_ckpt.plan.ladder` chooses it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
-from math import gcd, prod
+from math import prod
 from operator import le
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
-from functional_ckpt.errors import LayoutError, PolicyError
-from functional_ckpt.plan.field import as_int, as_tuple, one_of, refuse, whole
-from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
+from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.field import as_int, as_tuple, at_least, one_of, refuse
+from functional_ckpt.spec.array import DTYPES, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import has_prefix
 
@@ -33,9 +22,7 @@ __all__ = [
     "Layout",
     "LayoutPolicy",
     "check_codecs",
-    "choose_layout",
-    "exclusive_chunk",
-    "layout_of_faces",
+    "grid_of",
     "subdivide",
 ]
 
@@ -112,7 +99,9 @@ def _check_codec_table(policy: Any, field: Any, value: Any) -> None:
 class LayoutPolicy:
     """How arrays are cut into chunks and encoded; sizes in bytes of one uncompressed chunk.
 
-    A chunk with one writer has at least `min_chunk_nbytes`, unless the whole array has less.
+    A chunk with one writer has at least `min_chunk_nbytes`, unless the whole array has less. If such chunks (and one
+    file of metadata for each array) are more than `few_files` files, and more than two for each `target_chunk_nbytes`
+    of the checkpoint and two for each array, neighbouring ones are joined until they are not; ranks then exchange data.
 
     `codecs` maps key prefixes (which end at dots) to codec names; the longest matching prefix wins, ``""`` matches all.
     A save refuses a prefix that matches no key of any rank.
@@ -122,7 +111,8 @@ class LayoutPolicy:
     Raises
     ------
     PolicyError
-        For a field of a wrong type, a size below 1 (`min_chunk_nbytes`: below 0), an unknown codec or representation.
+        For a field of a wrong type, a size below 1 (`min_chunk_nbytes` and `few_files`: below 0), an unknown codec or
+        representation.
 
     Examples
     --------
@@ -130,9 +120,10 @@ class LayoutPolicy:
     ('zstd:3',)
     """
 
-    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=whole(1))
-    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=whole(0))
-    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=whole(1))
+    target_chunk_nbytes: int = attrs.field(default=32 * MIB, converter=as_int, validator=at_least(1))
+    min_chunk_nbytes: int = attrs.field(default=MIB, converter=as_int, validator=at_least(0))
+    shared_chunk_nbytes: int = attrs.field(default=2 * MIB, converter=as_int, validator=at_least(1))
+    few_files: int = attrs.field(default=4096, converter=as_int, validator=at_least(0))
     codecs: tuple[tuple[str, tuple[str, ...]], ...] = attrs.field(
         default=(), converter=_codec_table, validator=_check_codec_table
     )
@@ -158,12 +149,12 @@ class ChunkGrid:
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
 
-    @property
+    @cached_property
     def is_single(self) -> bool:
         """Whether one chunk holds the whole array, and the array has cells."""
         return all(map(le, self.shape, self.chunk)) and 0 not in self.shape
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Chunks per axis (0 along an empty axis)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
@@ -216,6 +207,10 @@ class ChunkGrid:
         return tuple(reversed(index))
 
 
+# Thousands of arrays have the same grid.
+grid_of = lru_cache(maxsize=1024)(ChunkGrid)
+
+
 @attrs.frozen(cache_hash=True)
 class Layout:
     """How one array is stored: `ownership` and shape of its chunks, `codecs`, and the `stored` data type.
@@ -253,82 +248,7 @@ class ArrayPlan:
     @property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
-
-
-def choose_layout(
-    array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
-) -> Layout:
-    """Return the layout of `array` when `boxes` (fragments of its writers, in any order) are written.
-
-    `owned_ok`: ranks can exchange data. `shared_ok`: the store updates part of a chunk atomically.
-
-    Raises
-    ------
-    LayoutError
-        If chunks with one writer would be smaller than the minimum, and chunks with several writers are impossible.
-
-    Examples
-    --------
-    >>> w = ArraySpec("w", (8, 4), "float32")
-    >>> choose_layout(w, [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))], LayoutPolicy(min_chunk_nbytes=0)).chunk
-    (4, 4)
-    """
-    chunk, faced = exclusive_chunk(array.shape, boxes)
-    faces = [extent if has_faces else 0 for extent, has_faces in zip(chunk, faced, strict=True)]
-    return layout_of_faces(array, faces, policy, shared_ok, owned_ok)
-
-
-def layout_of_faces(
-    array: ArraySpec, faces: Sequence[int], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
-) -> Layout:
-    """Return the layout from `faces`: per axis the common divisor of all interior faces of boxes, 0 for none.
-
-    Examples
-    --------
-    >>> w = ArraySpec("w", (8, 4), "float32")
-    >>> layout_of_faces(w, (1, 0), LayoutPolicy()).ownership, layout_of_faces(w, (0, 0), LayoutPolicy()).ownership
-    ('owned', 'exclusive')
-    """
-    stored = BITS.get(array.dtype, array.dtype) if policy.extended_dtypes == "bits" else array.dtype
-    whole = _positive(array.shape)
-    chunk = tuple(face or n for face, n in zip(faces, whole, strict=True))
-    codecs = policy.codecs_of(array.key)
-    if not any(faces) or prod(chunk) * array.itemsize >= policy.min_chunk_nbytes:
-        faced = tuple(face > 0 for face in faces)
-        split = subdivide(chunk, faced, array.itemsize, policy.target_chunk_nbytes, policy.min_chunk_nbytes)
-        return Layout("exclusive", split, codecs, stored)
-    free = (False,) * len(whole)
-    if owned_ok:
-        return Layout("owned", subdivide(whole, free, array.itemsize, policy.target_chunk_nbytes, 0), codecs, stored)
-    if not shared_ok:
-        raise LayoutError(
-            "shards are too small to be chunks, ranks cannot exchange data and the store cannot update part of a chunk",
-            array.key,
-            shape=array.shape,
-            expected=f"chunks of at least {policy.min_chunk_nbytes} bytes",
-            found=f"{prod(chunk) * array.itemsize} bytes for {chunk}",
-            remedy="Pass a process group that can exchange data, or LayoutPolicy(min_chunk_nbytes=0)",
-        )
-    return Layout("shared", subdivide(whole, free, array.itemsize, policy.shared_chunk_nbytes, 0), codecs, stored)
-
-
-def exclusive_chunk(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Return the largest chunk that no two of `boxes` share, and which axes have interior faces.
-
-    Examples
-    --------
-    >>> exclusive_chunk((12, 5), [Box((0, 0), (4, 5)), Box((4, 0), (10, 5)), Box((10, 0), (12, 5))])
-    ((2, 5), (True, False))
-    """
-    common = [0] * len(shape)
-    for box in boxes:
-        if box.size == 0:
-            continue
-        for axis, (lo, hi, n) in enumerate(zip(box.start, box.stop, shape, strict=True)):
-            common[axis] = gcd(common[axis], lo, hi if hi < n else 0)
-    chunk = tuple(g or max(n, 1) for g, n in zip(common, shape, strict=True))
-    return chunk, tuple(g > 0 for g in common)
+        return grid_of(self.spec.shape, self.layout.chunk)
 
 
 def subdivide(
@@ -372,7 +292,3 @@ def _largest_divisor(n: int, at_most: int) -> int:
 
 def _smallest_divisor(n: int, above: int) -> int:
     return min(d for d in _divisors(n) if d > above)
-
-
-def _positive(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(max(n, 1) for n in shape)

@@ -12,7 +12,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
+from functional_ckpt.errors import raise_problems
+from functional_ckpt.plan.ladder import array_plans
+from functional_ckpt.plan.layout import ArrayPlan, LayoutPolicy
 from functional_ckpt.plan.owner import Owners, with_waves
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, row_order
 from functional_ckpt.plan.placed import PlacedGroup
@@ -158,7 +160,12 @@ def _kind(sharding: Sharding, shape: tuple[int, ...]) -> tuple[object, ...]:
 def local_array_plans(
     local: Sequence[PlacedArray], policy: LayoutPolicy, shared_ok: bool = True, owned_ok: bool = True
 ) -> tuple[ArrayPlan, ...]:
-    """Return the layout of every array, sorted by key; it is computed once for arrays of equal shape and placement.
+    """Return the layout of every array, sorted by key; faces are computed once for arrays of equal shape and placement.
+
+    Raises
+    ------
+    LayoutError
+        As `functional_ckpt.plan.ladder.layout_of_faces`.
 
     Examples
     --------
@@ -169,16 +176,14 @@ def local_array_plans(
     >>> local_array_plans([placed], LayoutPolicy())[0].layout.ownership
     'owned'
     """
-    known: dict[object, Layout] = {}
-    found: dict[str, ArrayPlan] = {}
-    for item in local:
-        if item.key not in found:
-            array, cut = item.array, item.sharding
-            alike = (array.shape, array.dtype, policy.codecs_of(array.key), cut)
-            if alike not in known:
-                known[alike] = layout_of_faces(array, _faces(item), policy, shared_ok, owned_ok)
-            found[item.key] = ArrayPlan(array, known[alike])
-    return tuple(plan for _, plan in sorted(found.items()))
+    first = {item.key: item for item in reversed(local)}
+    items = [item for _, item in sorted(first.items())]
+    known = {(item.array.shape, item.sharding): item for item in items}
+    faces = {alike: _faces(item) for alike, item in known.items()}
+    cuts = [faces[item.array.shape, item.sharding] for item in items]
+    plans, problems = array_plans([item.array for item in items], cuts, policy, shared_ok, owned_ok)
+    raise_problems(problems)
+    return plans
 
 
 def _first_shards(rank: int, local: Sequence[PlacedArray], groups: Sequence[_Group]) -> Ints:

@@ -15,7 +15,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs, grid_of
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
@@ -81,7 +81,7 @@ class ArrayEntry:
     @property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
-        return ChunkGrid(self.spec.shape, self.layout.chunk)
+        return grid_of(self.spec.shape, self.layout.chunk)
 
     @property
     def plan(self) -> ArrayPlan:
@@ -290,37 +290,48 @@ def _array_to_json(entry: ArrayEntry) -> dict[str, Any]:
 
 
 def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
-    shape = tuple(_int(n) for n in _list(record["shape"]))
+    shape, chunk = _ints(record["shape"]), _ints(record["chunk"])
     spec = ArraySpec(_str(record["key"]), shape, _str(record["dtype"]))
-    chunk = tuple(_int(n) for n in _list(record["chunk"]))
     codecs = tuple(_str(c) for c in _list(record["codecs"])) if "codecs" in record else ()
     stored = _str(record.get("stored", spec.dtype))
     ownership = _str(record.get("ownership", "exclusive"))
-    digests = [bytes.fromhex(_str(d)) for d in _list(record["digests"])]
-    if not _fits(shape, chunk, spec.dtype, stored, len(digests)):
+    digests = _list(record["digests"])
+    layout = _layout(shape, spec.dtype, len(digests), ownership, chunk, codecs, stored)
+    if layout is None:
         raise CorruptionError("an array of the manifest is inconsistent", spec.key, shape=shape, found=chunk)
-    if any(len(d) != DIGEST_NBYTES for d in digests):
-        raise CorruptionError("a digest of the manifest has a wrong length", spec.key)
     object_codec = record.get("codec")
     if object_codec is not None and (
         object_codec not in ("json", "torch") or spec.dtype != "uint8" or len(shape) != 1 or not digests
     ):
         raise CorruptionError("an object of the manifest is inconsistent", spec.key, shape=shape, found=object_codec)
-    return ArrayEntry(
-        spec, _layout(ownership, chunk, codecs, stored), b"".join(digests), _path_of(record), object_codec
-    )
+    return ArrayEntry(spec, layout, _digests(spec.key, digests), _path_of(record), object_codec)
 
 
-# Thousands of arrays have the same layout: it is checked once.
+def _digests(key: str, texts: list[Any]) -> bytes:
+    """Return the digests of an array's chunks, which the manifest holds as hexadecimal text."""
+    found = bytes.fromhex("".join(texts))
+    # As bytes too: blanks in the text count for nothing.
+    if {*map(len, texts)} - {2 * DIGEST_NBYTES} or len(found) != len(texts) * DIGEST_NBYTES:
+        raise CorruptionError("a digest of the manifest has a wrong length", key)
+    return found
+
+
+# Thousands of arrays have the same layout: it is made and checked once.
 @lru_cache(maxsize=1024)
-def _fits(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: str, stored: str, digests: int) -> bool:
+def _layout(
+    shape: tuple[int, ...],
+    dtype: str,
+    digests: int,
+    ownership: str,
+    chunk: tuple[int, ...],
+    codecs: tuple[str, ...],
+    stored: str,
+) -> Layout | None:
+    """Return a layout, or None unless it is one of such an array with so many digests."""
     if len(chunk) != len(shape) or not all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True)):
-        return False
-    return stored in (dtype, BITS.get(dtype)) and ChunkGrid(shape, chunk).size == digests
-
-
-@lru_cache(maxsize=1024)
-def _layout(ownership: str, chunk: tuple[int, ...], codecs: tuple[str, ...], stored: str) -> Layout:
+        return None
+    if stored not in (dtype, BITS.get(dtype)) or grid_of(shape, chunk).size != digests:
+        return None
     check_codecs(codecs)
     return Layout(ownership, chunk, codecs, stored)
 
@@ -331,8 +342,11 @@ def _parse(document: Any) -> Manifest:
             "this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__
         )
     check_version(document["version"])
+    records = _list(document["arrays"])
+    records.reverse()
     manifest = Manifest(
-        tuple(_array_from_json(r) for r in _list(document["arrays"])),
+        # Each record goes before the next is read: thousands would make the garbage collector run.
+        tuple(_array_from_json(records.pop()) for _ in range(len(records))),
         tuple(ValueEntry(_key(r), canonical(r["value"]), _path_of(r)) for r in _list(document["values"])),
         tuple(Alias(_key(r), _key({"key": r["target"]}), _path_of(r)) for r in _list(document["aliases"])),
         tuple(PerRankEntry(_key(r), _world_size(r), _path_of(r)) for r in _list(document["per_rank"])),
@@ -360,6 +374,12 @@ def _int(value: Any) -> int:
     if type(value) is not int:
         raise TypeError(f"expected a whole number, found {value!r}")
     return value
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    for value in _list(values):
+        _int(value)
+    return tuple(values)
 
 
 def _str(value: Any) -> str:

@@ -7,7 +7,7 @@ from itertools import islice
 from functional_ckpt.errors import KeyMismatchError
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["listed", "missing_problems", "nearest", "split_by_prefix", "unexpected_problems"]
+__all__ = ["did_you_mean", "missing_problems", "quoted", "split_by_prefix", "unexpected_problems"]
 
 #: Up to so many keys give a problem each, more give one problem; it names so many of them.
 _FEW = 4
@@ -20,24 +20,24 @@ _GET_STATE = "torch.distributed.checkpoint.state_dict.get_state_dict(model, opti
 _IGNORING = "LoadPolicy(strict=Strict({}='ignore'))"
 
 
-def nearest(name: str, names: Collection[str]) -> str | None:
+def did_you_mean(name: str, names: Collection[str]) -> str | None:
     """Return a question that offers the name most similar to `name`, or None.
 
     Examples
     --------
-    >>> nearest("modle", ["model", "optim"])
+    >>> did_you_mean("modle", ["model", "optim"])
     "Did you mean 'model'?"
     """
     close = difflib.get_close_matches(name, names, 1) if len(names) < _COMPARED else []
     return f"Did you mean {close[0]!r}?" if close else None
 
 
-def listed(keys: Sequence[str]) -> str:
+def quoted(keys: Sequence[str]) -> str:
     """Return the first of many keys as text, and how many more there are.
 
     Examples
     --------
-    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    >>> quoted(["a", "b"]), quoted(["a", "b", "c", "d", "e"])
     ("'a', 'b'", "'a', 'b', 'c' and 2 more")
     """
     text = ", ".join(map(repr, keys[:_NAMED]))
@@ -85,10 +85,10 @@ def missing_problems(
     if len(missing) > _FEW:
         what, remedy = (
             f"the checkpoint lacks {len(missing)} keys of `like`",
-            repair or nearest(missing[0], names) or keep,
+            repair or did_you_mean(missing[0], names) or keep,
         )
-        return [*problems, KeyMismatchError(what, expected=listed(missing), found=listed(free or names), remedy=remedy)]
-    hints = [repair or (nearest(key, names) if number < _NAMED else None) for number, key in enumerate(missing)]
+        return [*problems, KeyMismatchError(what, expected=quoted(missing), found=quoted(free or names), remedy=remedy)]
+    hints = [repair or (did_you_mean(key, names) if number < _NAMED else None) for number, key in enumerate(missing)]
     return problems + [
         KeyMismatchError("the checkpoint has no such key", key, remedy=hint or keep)
         for key, hint in zip(missing, hints, strict=True)
@@ -115,7 +115,7 @@ def unexpected_problems(
     problems += [KeyMismatchError(what, name, remedy=f"Add a PerRank(...), {ignore}") for name in differing]
     if len(extra) > _FEW:
         what = f"the checkpoint has {len(extra)} keys that `like` does not"
-        return [*problems, KeyMismatchError(what, found=listed(extra), remedy=f"Add them, {ignore}")]
+        return [*problems, KeyMismatchError(what, found=quoted(extra), remedy=f"Add them, {ignore}")]
     what = "the checkpoint has a key that `like` does not"
     return problems + [KeyMismatchError(what, key, remedy=f"Add it, {ignore}") for key in extra]
 
@@ -124,7 +124,7 @@ def _stored_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
     return KeyMismatchError(
         "the checkpoint is empty where `like` is not",
         name,
-        expected=listed(keys),
+        expected=quoted(keys),
         remedy="It was saved before these values existed: an optimizer has no state before its first step. "
         f"Pass {_IGNORING.format('missing')} to keep what `like` holds",
     )
@@ -135,7 +135,7 @@ def _wanted_empty(name: str, keys: Sequence[str]) -> KeyMismatchError:
         remedy = f"Add the leaves to load, or pass {_IGNORING.format('unexpected')}"
     else:
         remedy = f"An optimizer has no state before its first step. {_filled(name, _are_numbered(keys, name))}"
-    return KeyMismatchError("`like` is empty where the checkpoint is not", name, found=listed(keys), remedy=remedy)
+    return KeyMismatchError("`like` is empty where the checkpoint is not", name, found=quoted(keys), remedy=remedy)
 
 
 def _filled(name: str, numbered: bool) -> str:

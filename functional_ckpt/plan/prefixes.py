@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.mismatch import listed, nearest
+from functional_ckpt.plan.mismatch import did_you_mean, quoted
 from functional_ckpt.spec.tree import has_prefix
 
 __all__ = ["Prefix", "check_prefixes", "prefixes_of", "prefixes_of_load"]
@@ -51,7 +51,7 @@ def prefixes_of_load(
     """
     reports: tuple[Prefix, ...] = ()
     if callable(keys) or keys == ():
-        reports = (Prefix("LoadPolicy.keys", None, selects, f"`like` has {listed(asked)}" if asked else None),)
+        reports = (Prefix("LoadPolicy.keys", None, selects, f"`like` has {quoted(asked)}" if asked else None),)
     elif isinstance(keys, tuple):
         reports = prefixes_of("LoadPolicy.keys", keys, asked, stored)
     if isinstance(rename, tuple):
@@ -96,4 +96,4 @@ def _prefix(field: str, text: str, keys: Collection[str], stored: Collection[str
     depth = stem.count(".") + 1
     parts = {".".join(key.split(".")[:n]) for key in keys for n in range(1, depth + 2)}
     inner = min((part for part in parts if part.endswith(f".{stem}")), default=None)
-    return Prefix(field, text, False, f"Did you mean {inner!r}?" if inner else nearest(stem, parts))
+    return Prefix(field, text, False, f"Did you mean {inner!r}?" if inner else did_you_mean(stem, parts))

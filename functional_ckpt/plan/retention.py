@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, one_of, refuse, short_repr, whole
+from functional_ckpt.plan.field import as_int, at_least, one_of, refuse, short_repr
 
 __all__ = [
     "STEP",
@@ -124,7 +124,7 @@ class KeepLast:
     (10,)
     """
 
-    n: int = attrs.field(converter=as_int, validator=whole(1))
+    n: int = attrs.field(converter=as_int, validator=at_least(1))
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
         """Return the numbers of the last `n`."""
@@ -145,7 +145,7 @@ class KeepEvery:
     (50, 150)
     """
 
-    n_steps: int = attrs.field(converter=as_int, validator=whole(1))
+    n_steps: int = attrs.field(converter=as_int, validator=at_least(1))
 
     def kept(self, steps: Sequence[StepInfo]) -> frozenset[int]:
         """Return the number of the last step of each stretch that ends at a multiple."""
@@ -171,7 +171,7 @@ class KeepBest:
     """
 
     metric: str = attrs.field()
-    n: int = attrs.field(default=1, converter=as_int, validator=whole(1))
+    n: int = attrs.field(default=1, converter=as_int, validator=at_least(1))
     mode: Mode = attrs.field(default="min", validator=one_of(*get_args(Mode)))
 
     @metric.validator

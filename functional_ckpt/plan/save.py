@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from functional_ckpt.errors import LayoutError, ProblemError, ReplicaError, raise_problems
+from functional_ckpt.errors import ProblemError, ReplicaError, raise_problems
 from functional_ckpt.plan.check import check_conflicts, check_cover
-from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, layout_of_faces
+from functional_ckpt.plan.ladder import array_plans
+from functional_ckpt.plan.layout import ArrayPlan, LayoutPolicy
 from functional_ckpt.plan.owner import Owners, choose_owners, with_waves
 from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, pieces_of, row_order
 from functional_ckpt.plan.replica import choose_writers
@@ -190,8 +191,9 @@ def plan_save(
     problems += _uncovered(table, pieces, {problem.key for problem in unwritten})
     empty, ownerless = _writers_of_empty(table, replicas)
     problems += ownerless
-    arrays, unfit = _array_plans(table.arrays, pieces, policy, shared_ok, owned_ok, {p.key for p in problems})
-    raise_problems([*problems, *unfit])
+    arrays, unfit = array_plans(table.arrays, _faces(table.arrays, pieces), policy, shared_ok, owned_ok)
+    known = {problem.key for problem in problems}
+    raise_problems([*problems, *(problem for problem in unfit if problem.key not in known)])
     return plan_of_fragments(arrays, pieces, empty, budget_nbytes)
 
 
@@ -318,32 +320,8 @@ def _writers_of_empty(table: ShardTable, rule: str) -> tuple[Owners, list[Proble
     return Owners.of_arrays(held), problems
 
 
-def _array_plans(
-    specs: Sequence[ArraySpec],
-    pieces: Pieces,
-    policy: LayoutPolicy,
-    shared_ok: bool,
-    owned_ok: bool,
-    skipped: set[str | None],
-) -> tuple[tuple[ArrayPlan, ...], list[LayoutError]]:
-    """Return the layouts; arrays that differ only in their keys share one (optimizer states have thousands)."""
-    known: dict[object, Layout] = {}
-    plans: list[ArrayPlan] = []
-    problems: list[LayoutError] = []
-    for spec, faces in zip(specs, _faces(specs, pieces).tolist(), strict=True):
-        mine = faces[len(faces) - len(spec.shape) :]
-        alike = (spec.shape, spec.dtype, policy.codecs_of(spec.key), *mine)
-        try:
-            if spec.key not in skipped and alike not in known:
-                known[alike] = layout_of_faces(spec, mine, policy, shared_ok, owned_ok)
-            plans.append(ArrayPlan(spec, known.get(alike) or Layout("", (), (), "")))
-        except LayoutError as error:
-            problems.append(error)
-    return tuple(plans), problems
-
-
-def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
-    """Return per array and axis the common divisor of the interior faces of its pieces, 0 for none."""
+def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> list[list[int]]:
+    """Return for each array per axis the common divisor of the interior faces of its pieces, 0 for none."""
     shapes = padded_shapes(specs, pieces.start.shape[1])
     faces = np.zeros_like(shapes)
     if len(pieces):
@@ -351,7 +329,7 @@ def _faces(specs: Sequence[ArraySpec], pieces: Pieces) -> Ints:
         stop = np.where(pieces.stop < shapes[pieces.array], pieces.stop, 0)
         both = np.gcd(pieces.start, stop)
         faces[pieces.array[begin]] = np.gcd.reduceat(both, begin, axis=0)
-    return faces
+    return [row[len(row) - len(spec.shape) :] for spec, row in zip(specs, faces.tolist(), strict=True)]
 
 
 def _shared_digests(pieces: Pieces) -> Owners:

@@ -34,7 +34,7 @@ __all__ = ["Captured", "Describer", "capture", "policy_text"]
 
 T = TypeVar("T")
 
-_EACH_RANKS_OWN = ("durability", "budget_nbytes", "timeout_s")
+_EACH_RANKS_OWN = ("durability", "budget_nbytes", "staging", "staging_nbytes", "timeout_s")
 
 
 @attrs.frozen(eq=False)

@@ -14,7 +14,7 @@ from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
 from functional_ckpt.plan.field import is_word, refuse
 from functional_ckpt.plan.load import ArrayRead, LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
-from functional_ckpt.plan.mismatch import listed, nearest
+from functional_ckpt.plan.mismatch import did_you_mean, quoted
 from functional_ckpt.plan.save import GIB
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
@@ -192,7 +192,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         if any(value.key == key for value in self.manifest.values):
             return "It is a plain value: look at state() or tree()"
         below = [name for name in self if has_prefix(name, key)]
-        return f"Below it are {listed(below)}" if below else nearest(key, list(self))
+        return f"Below it are {quoted(below)}" if below else did_you_mean(key, list(self))
 
     def tree(self) -> Any:
         """Return the nested state with plain values in place and arrays as `StoredArray`.

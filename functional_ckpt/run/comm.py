@@ -18,9 +18,12 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.store.exchange import LocalExchange
 
-__all__ = ["Gather", "GatherOnly", "LocalGather", "agree", "lane_of", "together", "turn_of"]
+__all__ = ["TIMEOUT_S", "Gather", "GatherOnly", "LocalGather", "agree", "lane_of", "together", "turn_of"]
 
 T = TypeVar("T")
+
+#: How long a rank waits for the others, in seconds, unless a policy says otherwise.
+TIMEOUT_S = 600.0
 
 
 @runtime_checkable

@@ -98,8 +98,11 @@ class Keeper:
     def _refuse_second(self) -> None:
         flight = self.flight
         if flight is not None and not flight.pending.done():
-            raise SaveInFlightError(f"the save of step {flight.info.step} is still running", path=self.root,
-                                    remedy="Call wait() first, or pass SavePolicy(in_flight='wait')")  # fmt: skip
+            raise SaveInFlightError(
+                f"the save of step {flight.info.step} is still running",
+                path=self.root,
+                remedy="Call wait() first, or pass SavePolicy(in_flight='wait')",
+            )
 
     def settle(self) -> None:
         """Wait for the save in flight, and raise its failure unless it was raised before."""
@@ -132,8 +135,12 @@ class Keeper:
 
     def _require_one(self, what: str, told: list[Any]) -> None:
         if len(set(told)) > 1:
-            raise SpecError(f"the ranks {what} different steps", path=self.root, found=", ".join(map(str, told)),
-                            remedy="Pass one step on all ranks")  # fmt: skip
+            raise SpecError(
+                f"the ranks {what} different steps",
+                path=self.root,
+                found=", ".join(map(str, told)),
+                remedy="Pass one step on all ranks",
+            )
 
 
 def whole_step(function: str, step: object) -> int:

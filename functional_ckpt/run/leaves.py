@@ -8,6 +8,7 @@ import importlib
 import sys
 from collections.abc import Callable, Hashable
 from functools import cache
+from operator import itemgetter
 from typing import Any, Protocol
 
 import attrs
@@ -90,10 +91,11 @@ class HeldArray:
 
 @attrs.frozen(eq=False)
 class Target:
-    """Where a leaf is loaded to, and `result`, called afterwards, which returns the loaded leaf."""
+    """Where a leaf is loaded to, and the `leaf` that is then loaded; with `finish` it is what that makes of it."""
 
     held: HeldArray
-    result: Callable[[], Any]
+    leaf: Any
+    finish: Callable[[Any], Any] | None = None
 
 
 class LeafAdapter(Protocol):
@@ -132,9 +134,11 @@ class NumpyLeaves:
             return _local_shards(key, leaf)
         if isinstance(leaf, np.ndarray) and type(leaf) not in (np.ndarray, np.memmap):
             raise UnsupportedLeafError(
-                "a subclass of numpy.ndarray cannot be saved", key, found=type(leaf).__name__,
+                "a subclass of numpy.ndarray cannot be saved",
+                key,
+                found=type(leaf).__name__,
                 remedy="Save numpy.asarray(...) of it",
-            )  # fmt: skip
+            )
         return _whole(key, np.asarray(leaf), _identity(leaf))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
@@ -143,20 +147,20 @@ class NumpyLeaves:
             array = np.empty(leaf.data_shape, numpy_dtype(leaf.array.dtype))
             shard = attrs.evolve(leaf, array=attrs.evolve(leaf.array, key=key))
             held = HeldArray(shard.array, (HostBuffer(array),), False, id(array), None, (shard,))
-            return Target(held, lambda: array)
+            return Target(held, array)
         if isinstance(leaf, LocalShards):
             held = _local_shards(key, leaf)
             for data in leaf.data:
                 _check_writable(key, data)
-            return Target(held, lambda: leaf)
+            return Target(held, leaf)
         if isinstance(leaf, ArraySpec):
             array = self.empty(leaf, leaf)
-            return Target(_whole(key, array, id(array)), lambda: array)
+            return Target(_whole(key, array, id(array)), array)
         if isinstance(leaf, np.generic):
             scalar = np.empty((), leaf.dtype)
-            return Target(_whole(key, scalar, id(scalar)), lambda: scalar[()])
+            return Target(_whole(key, scalar, id(scalar)), scalar, itemgetter(()))
         _check_writable(key, leaf)
-        return Target(_whole(key, leaf, _identity(leaf)), lambda: leaf)
+        return Target(_whole(key, leaf, _identity(leaf)), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return a spec itself."""

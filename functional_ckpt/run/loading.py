@@ -1,6 +1,8 @@
 """A load, step by step: read the manifest, find a target for every leaf, plan, agree, read, and rebuild the tree."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from functional_ckpt.run.leaves import LeafAdapter, PerRank, adapter_of
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.run.progress import Tracker
-from functional_ckpt.run.wanted import Told, WantedKeys
+from functional_ckpt.run.wanted import KeySummary, WantedKeys
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
@@ -39,6 +41,8 @@ from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
 
 __all__ = ["load_tree"]
+
+_content = attrgetter("spec.shape", "spec.dtype", "layout", "digests")
 
 
 def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
@@ -110,14 +114,14 @@ def _load(
 class _Request:
     """What a rank sends to the others before a load: its keys, and with `read_once` the pieces that it wants."""
 
-    keys: Told
+    keys: KeySummary
     wanted: Pieces | None
     budget_nbytes: int
 
 
 @attrs.frozen(eq=False)
 class _Deferred:
-    """A placeholder in the tree for a leaf that exists once the bytes are read."""
+    """A placeholder in the tree for a leaf that is made once the bytes are read."""
 
     result: Callable[[], Any]
 
@@ -140,7 +144,7 @@ class _Loader:
         self._made: dict[Hashable, Any] = {}
 
     def seek(self, like: Any) -> Any:
-        """Return `like` with every leaf replaced: by its value, or by a `_Deferred` for arrays.
+        """Return `like` with every leaf replaced: by its value, by the array to fill, or by a `_Deferred`.
 
         Leaves without a matching stored value stay; `check` reports them together with all other problems.
         """
@@ -175,7 +179,7 @@ class _Loader:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
-        return _Request(self.keys.told(), wanted, self.policy.budget_nbytes)
+        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes)
 
     def check(self, requests: Sequence[_Request]) -> None:
         """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
@@ -244,13 +248,20 @@ class _Loader:
             self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError("the checkpoint has an object, `like` an array", key,
-                                remedy="Put any plain value in its place in `like`")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has an object, `like` an array",
+                    key,
+                    remedy="Put any plain value in its place in `like`",
+                )
             return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
-                raise SpecError("the checkpoint has a plain value, `like` an array", key, found=self._values[key].text,
-                                remedy="Put any plain value in its place in `like`")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has a plain value, `like` an array",
+                    key,
+                    found=self._values[key].text,
+                    remedy="Put any plain value in its place in `like`",
+                )
             return decode_text(key, self._values[key].text)
         if entry is None:
             return self._unstored_leaf(key, leaf)
@@ -281,20 +292,24 @@ class _Loader:
         if fresh in self._made:
             return self._made[fresh]
         target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
-        later = _Deferred(target.result if convert is None else lambda: convert(target.result()))
+        finish = convert or target.finish
+        loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
-            self._made[fresh] = later
+            self._made[fresh] = loaded
         filled = self._filled.get(target.held.identity)
         if filled is None:
             self._filled[target.held.identity] = entry
             self.shards += target.held.all_shards(self.gather.rank)
             self.buffers += target.held.buffers
-        elif (filled.spec.shape, filled.spec.dtype, filled.layout, filled.digests) != (
-            entry.spec.shape, entry.spec.dtype, entry.layout, entry.digests
-        ):  # fmt: skip
-            raise SpecError("two leaves of `like` share one memory, and the checkpoint has two arrays", key,
-                            expected=filled.spec.key, found=entry.spec.key, remedy="Untie them in `like`")  # fmt: skip
-        return later
+        elif _content(filled) != _content(entry):
+            raise SpecError(
+                "two leaves of `like` share one memory, and the checkpoint has two arrays",
+                key,
+                expected=filled.spec.key,
+                found=entry.spec.key,
+                remedy="Untie them in `like`",
+            )
+        return loaded
 
     def _unstored_leaf(self, key: str, leaf: Any) -> Any:
         """Return the leaf, for which nothing is stored under its own key."""
@@ -306,13 +321,18 @@ class _Loader:
         else:
             self.keys.use_below(key)
             if key in self._per_rank:
-                raise SpecError("the checkpoint has values that differ by rank, `like` one value", key,
-                                remedy="Put a PerRank(...) in its place in `like`")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has values that differ by rank, `like` one value",
+                    key,
+                    remedy="Put a PerRank(...) in its place in `like`",
+                )
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
             raise SpecError(
-                "the checkpoint has several leaves, `like` one", key, found=type(leaf).__name__,
+                "the checkpoint has several leaves, `like` one",
+                key,
+                found=type(leaf).__name__,
                 remedy=f"Put {what} in its place in `like`, or read all with open_checkpoint(path).state()",
-            )  # fmt: skip
+            )
         return leaf
 
     def _per_rank_leaf(self, path: TreePath, key: str, leaf: PerRank) -> Any:
@@ -321,8 +341,11 @@ class _Loader:
             key = self.policy.stored_key(key)
             if key in self.keys.holders or key in self.manifest.by_key or key in self._values:
                 self.keys.use_below(key)
-                raise SpecError("the checkpoint has one value, `like` values that differ by rank", key,
-                                remedy="Put the value itself in its place in `like`, not a PerRank")  # fmt: skip
+                raise SpecError(
+                    "the checkpoint has one value, `like` values that differ by rank",
+                    key,
+                    remedy="Put the value itself in its place in `like`, not a PerRank",
+                )
             self.keys.miss(key)
             return leaf
         start = f"{stored.key}.rank".lstrip(".")

@@ -116,11 +116,11 @@ def _refused_classes(key: str, data: Array, safe_globals: Iterable[Any] | str) -
 
 def _untrusted(refused: Mapping[str, tuple[str, ...]]) -> ObjectCodecError:
     keys = list(refused)
-    what = "an object needs classes that are not allowed" if len(keys) == 1 else (
-        f"{len(keys)} objects need classes that are not allowed"
-    )  # fmt: skip
+    who = "an object needs" if len(keys) == 1 else f"{len(keys)} objects need"
     remedy = _remedy(refused)
-    return ObjectCodecError(what, keys[0], found=_where(refused), remedy=remedy[0].upper() + remedy[1:])
+    return ObjectCodecError(
+        f"{who} classes that are not allowed", keys[0], found=_where(refused), remedy=remedy[0].upper() + remedy[1:]
+    )
 
 
 def _where(needed: Mapping[str, tuple[str, ...]]) -> str:

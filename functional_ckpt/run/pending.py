@@ -46,7 +46,7 @@ class PendingSave:
     def __init__(self, future: "Future[Manifest]", tracker: Tracker) -> None:
         self._future = future
         self._tracker = tracker
-        self._is_told = False
+        self._was_asked = False
 
     def done(self) -> bool:
         """Tell whether the save has been published or has failed."""
@@ -66,11 +66,11 @@ class PendingSave:
             return self._future.result(timeout)
         finally:
             if self._future.done():
-                self._is_told = True
+                self._was_asked = True
                 _FAILED.pop(self._future, None)
 
     def settle(self) -> Manifest | None:
-        """Wait for the save and return its manifest; if it failed, None to who was told before.
+        """Wait for the save and return its manifest; None if it failed and `result` has raised that already.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class PendingSave:
             If it failed and the failure was not raised before.
         """
         wait([self._future])
-        return None if self._is_told and self._future.exception() is not None else self.result()
+        return None if self._was_asked and self._future.exception() is not None else self.result()
 
     def progress(self) -> Progress:
         """Return how far this rank has come."""
@@ -153,8 +153,10 @@ def wait_for_all() -> None:
 def refuse_while_running() -> None:
     """Raise `SaveInFlightError` while a save of this process is in the background."""
     if _running():
-        raise SaveInFlightError("an earlier save of this process is still running",
-                                remedy="Wait for its result(), or pass SavePolicy(in_flight='wait')")  # fmt: skip
+        raise SaveInFlightError(
+            "an earlier save of this process is still running",
+            remedy="Wait for its result(), or pass SavePolicy(in_flight='wait')",
+        )
 
 
 def _running() -> list["Future[Manifest]"]:

@@ -120,10 +120,16 @@ class Planner:
         if group.size > 1 and not store.capabilities.shared:
             raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
         return Basis(
-            group.rank, group.size, store.capabilities.shared_chunks, isinstance(group, Exchange), self.policy.layout,
-            self.policy.replicas, mine.common.structure(), own.structure(),
-            mine.counts,
-        )  # fmt: skip
+            rank=group.rank,
+            size=group.size,
+            shared_ok=store.capabilities.shared_chunks,
+            owned_ok=isinstance(group, Exchange),
+            layout=self.policy.layout,
+            replicas=self.policy.replicas,
+            common=mine.common.structure(),
+            own=own.structure(),
+            counts=mine.counts,
+        )
 
     def _told(self, mine: LocalState, proposals: Sequence[Proposal], needs_specs: bool) -> list[Part]:
         """Return the parts of all ranks' states that this rank needs; parts that differ between ranks are gathered."""

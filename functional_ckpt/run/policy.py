@@ -9,16 +9,17 @@ from functional_ckpt.plan.field import (
     as_int,
     as_number,
     as_tuple,
+    at_least,
     flag,
     is_function,
     is_word,
     one_of,
     refuse,
     seconds,
-    whole,
 )
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.save import GIB
+from functional_ckpt.run.comm import TIMEOUT_S
 from functional_ckpt.spec.tree import has_prefix
 from functional_ckpt.store.access import StorePolicy
 
@@ -29,6 +30,7 @@ Replicas: TypeAlias = Literal["elect", "declared"]
 Replicated: TypeAlias = Literal["check", "trust"]
 Durability: TypeAlias = Literal["auto", "fsync", "syncfs", "none"]
 Commit: TypeAlias = Literal["auto", "rename", "marker"]
+Staging: TypeAlias = Literal["copy", "none"]
 InFlight: TypeAlias = Literal["wait", "refuse", "queue"]
 Foreign: TypeAlias = Literal["refuse", "keep"]
 ObjectCodec: TypeAlias = Literal["torch"]
@@ -86,6 +88,12 @@ class SavePolicy:
         What `async_save` does while an earlier save of this process runs: ``"wait"`` for it, so that one copy of the
         state is held at a time, ``"refuse"`` (on all ranks, if any is busy), or ``"queue"``: copy the state and save
         it afterwards. `save` waits always.
+    staging
+        What `async_save` writes from: a ``"copy"`` of the state, or ``"none"``, the state itself: then the caller
+        promises not to change or free it before the save has ended.
+    staging_nbytes
+        Host memory that `async_save` keeps for the next copy, in bytes; None for as much as the last few saves needed,
+        0 for none. See `release_staging`.
     timeout_s
         Longest wait for another rank, in seconds.
     store
@@ -115,9 +123,13 @@ class SavePolicy:
         default=None, validator=attrs.validators.optional(one_of(*get_args(ObjectCodec)))
     )
     consolidate: bool = attrs.field(default=True, validator=flag)
-    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=whole(1))
+    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=at_least(1))
     in_flight: InFlight = attrs.field(default="wait", validator=one_of(*get_args(InFlight)))
-    timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    staging: Staging = attrs.field(default="copy", validator=one_of(*get_args(Staging)))
+    staging_nbytes: int | None = attrs.field(
+        default=None, converter=as_int, validator=attrs.validators.optional(at_least(0))
+    )
+    timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
 
@@ -278,8 +290,8 @@ class LoadPolicy:
     safe_globals: tuple[Any, ...] | Trust = attrs.field(default=(), converter=_classes, validator=_check_globals)
     device: str = attrs.field(default="cpu", converter=_device, validator=_check_device)
     read_once: bool | None = attrs.field(default=None, validator=_flag_or_none)
-    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=whole(1))
-    timeout_s: float = attrs.field(default=600.0, converter=as_number, validator=seconds)
+    budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=at_least(1))
+    timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
 
     def selects(self, key: str) -> bool:

@@ -43,10 +43,10 @@ from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import SaveClaim, Store
-from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import absent_chunks, check_chunks
-from functional_ckpt.store.commit import METADATA_FILE, Site, abandon, begin, publish, seen_from
-from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
+from functional_ckpt.store.encoding import METADATA_FILE, node_name
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import Receipt, digest_shared, write_plan
 
@@ -58,15 +58,12 @@ __all__ = [
     "prepare_captured",
     "publish_alone",
     "publish_written",
-    "stage",
     "write",
     "write_parts",
 ]
 
 # Above this many files one flush of the file system costs less than a sync of each (docs/adr).
 _MANY_FILES = 256
-# Replaces buffers that this rank does not write, so that a save in the background does not keep them alive.
-_NOTHING = HostBuffer(np.empty(0, np.uint8))
 
 
 @attrs.frozen(eq=False)
@@ -139,19 +136,6 @@ def _begin(
     return seen, begun[0][1] if begun else None
 
 
-def stage(prepared: Prepared, background: Gather, tracker: Tracker) -> Prepared:
-    """Copy what this rank will write, so that the caller's memory is free to change; `background` takes over."""
-    mine = prepared.plan.mine
-
-    def copy() -> tuple[Buffer, ...]:
-        tracker.enter("stage", mine.written_nbytes(prepared.gather.rank))
-        wanted = set(mine.pieces.shard[mine.pieces.source == prepared.gather.rank].tolist())
-        return tuple(b.staged() if i in wanted else _NOTHING for i, b in enumerate(prepared.buffers))
-
-    buffers = agree(prepared.gather, copy)
-    return attrs.evolve(prepared, buffers=buffers, gather=background)
-
-
 @attrs.frozen(eq=False)
 class Written:
     """A save whose chunks are all in storage, not published yet.
@@ -195,7 +179,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
 
     def write_mine() -> Receipt:
         tracker.enter("write", mine.written_nbytes(gather.rank))
-        receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
+        with store.batch():
+            receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
         if gather.rank:  # rank 0 does it when it publishes
             store.flush()
         return receipt

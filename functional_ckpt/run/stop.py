@@ -34,9 +34,11 @@ class StopSignals:
         except (TypeError, ValueError, OSError) as error:
             self.restore()
             raise PolicyError(
-                "signals cannot be handled", expected="signals such as signal.SIGTERM, in the main thread",
-                found=str(error), remedy="Make Checkpoints in the main thread, or leave on_signal out",
-            ) from error  # fmt: skip
+                "signals cannot be handled",
+                expected="signals such as signal.SIGTERM, in the main thread",
+                found=str(error),
+                remedy="Make Checkpoints in the main thread, or leave on_signal out",
+            ) from error
 
     def restore(self) -> None:
         """Restore the earlier handlers; if another handler was installed meanwhile, only pass signals on."""

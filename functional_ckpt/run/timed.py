@@ -1,6 +1,7 @@
 """Groups and stores that report to a tracker how long a rank waits for other ranks and for disks."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from functional_ckpt.run.comm import Gather, lane_of, turn_of
@@ -76,7 +77,7 @@ def timed(gather: Gather, tracker: Tracker) -> TimedGather:
 
 
 class TimedStore:
-    """A store whose `flush` counts as the phase ``"sync"``; all else is the store's own."""
+    """A store whose `flush` and end of a `batch` count as the phase ``"sync"``; all else is the store's own."""
 
     def __init__(self, store: Store, tracker: Tracker) -> None:
         self._store, self._tracker = store, tracker
@@ -84,6 +85,15 @@ class TimedStore:
     def __getattr__(self, name: str) -> Any:
         """Return what the store has."""
         return getattr(self._store, name)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Make durable at the end of the ``with`` block what was created in it."""
+        with ExitStack() as ends:
+            ends.enter_context(self._store.batch())
+            yield
+            with self._tracker.timed("sync"):
+                ends.close()
 
     def flush(self) -> None:
         """Make durable what was created."""

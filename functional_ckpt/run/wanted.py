@@ -13,11 +13,11 @@ from functional_ckpt.plan.state import EMPTY_TEXTS
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.tree import has_prefix
 
-__all__ = ["Told", "WantedKeys"]
+__all__ = ["KeySummary", "WantedKeys"]
 
 
 @attrs.frozen
-class Told:
+class KeySummary:
     """What a rank sends to the others about its keys: stored keys that it uses, its empty containers, its prefixes."""
 
     used: tuple[str, ...]
@@ -32,7 +32,7 @@ class WantedKeys:
     --------
     >>> wanted = WantedKeys(Manifest(()), LoadPolicy())
     >>> wanted.miss("w")
-    >>> print(*wanted.problems([wanted.told()]))  # doctest: +ELLIPSIS
+    >>> print(*wanted.problems([wanted.summary()]))  # doctest: +ELLIPSIS
     the checkpoint has no such key: key 'w'. Pass LoadPolicy(strict=...
     """
 
@@ -76,24 +76,26 @@ class WantedKeys:
         """Record an empty container of `like` that is not empty in the checkpoint."""
         self._empty.append(key)
 
-    def told(self) -> Told:
-        """Return the facts to send to the other ranks."""
+    def summary(self) -> KeySummary:
+        """Return what to send to the other ranks."""
         # Missing keys below a container that is stored empty count as a use of the container.
         used = (*self._used, *split_by_prefix(self._missing, self._stored_empty)[0])
         keys, rename = self._policy.keys, self._policy.rename
-        return Told(used, tuple(self._empty), prefixes_of_load(keys, rename, self._asked, self._selects, self.stored))
+        return KeySummary(
+            used, tuple(self._empty), prefixes_of_load(keys, rename, self._asked, self._selects, self.stored)
+        )
 
-    def problems(self, told: Sequence[Told]) -> list[CheckpointError]:
+    def problems(self, summaries: Sequence[KeySummary]) -> list[CheckpointError]:
         """Return the problems with the keys of this rank and of all ranks; warn instead where the policy says so."""
-        problems: list[CheckpointError] = list(check_prefixes(each.prefixes for each in told))
+        problems: list[CheckpointError] = list(check_prefixes(each.prefixes for each in summaries))
         stored, strict, renames = [*self.stored, *self._by_rank], self._policy.strict, self._policy.rename is not None
         missing = missing_problems(self._missing, self._used, stored, self._stored_empty, renames)
         problems += _acted(strict.missing, missing)
         # `keys` selects names in `like`; from `rename` alone the stored names of these cannot be found.
         if self._policy.keys is None or not renames:
-            used = {key for each in told for key in each.used}
+            used = {key for each in summaries for key in each.used}
             extra = sorted(key for key in self.stored if key not in used and self._policy.selects(key))
-            empty = [key for each in told for key in each.empty]
+            empty = [key for each in summaries for key in each.empty]
             problems += _acted(strict.unexpected, unexpected_problems(extra, empty, self._by_rank))
         return problems
 

@@ -15,7 +15,7 @@ import attrs
 
 from functional_ckpt.show.text import clean, size
 
-__all__ = ["Count", "displayed", "told"]
+__all__ = ["Count", "displayed", "progress_text"]
 
 _LOGGER = logging.getLogger("functional_ckpt")
 #: A shorter call ends before a display could be read.
@@ -37,8 +37,8 @@ class Count:
 
 
 @contextmanager
-def displayed(title: str, now: Callable[[], Count], is_told: bool = True, bar: bool = True) -> Iterator[None]:
-    """Show how far the work in the ``with`` block is if it takes longer than a second; not unless it `is_told`.
+def displayed(title: str, now: Callable[[], Count], is_shown: bool = True, bar: bool = True) -> Iterator[None]:
+    """Show how far the work in the ``with`` block is if it takes longer than a second; not unless it `is_shown`.
 
     Without a terminal, or without `bar`, a line is logged at the first second, and one at the end.
 
@@ -47,8 +47,8 @@ def displayed(title: str, now: Callable[[], Count], is_told: bool = True, bar: b
     >>> with displayed("loading", lambda: Count("read", 1, 2)):
     ...     pass
     """
-    wants_bar = is_told and bar and _is_terminal()
-    if not (wants_bar or (is_told and _LOGGER.isEnabledFor(logging.INFO))):
+    wants_bar = is_shown and bar and _is_terminal()
+    if not (wants_bar or (is_shown and _LOGGER.isEnabledFor(logging.INFO))):
         yield
         return
     watcher = _Watcher(title, now, wants_bar)
@@ -117,7 +117,7 @@ class _Watcher:
                 rate = (now.done_nbytes - done) / (monotonic() - begun)
                 total = max(now.total_nbytes, now.done_nbytes)
                 known = {"total": min(total, 2**63) or None, "completed": min(now.done_nbytes, 2**63)}
-                bar.update(bar.task_ids[0], told=told(now, rate), refresh=True, **known)
+                bar.update(bar.task_ids[0], progress=progress_text(now, rate), refresh=True, **known)
 
 
 def _bar(title: str) -> Any:
@@ -128,25 +128,25 @@ def _bar(title: str) -> Any:
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.fields[told]}", markup=False),
+        TextColumn("{task.fields[progress]}", markup=False),
         console=Console(stderr=True),
         transient=True,
         auto_refresh=False,
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    bar.add_task(title, total=None, told="")
+    bar.add_task(title, total=None, progress="")
     return bar
 
 
-def told(now: Count, rate: float) -> str:
+def progress_text(now: Count, rate: float) -> str:
     """Return bytes, rate (bytes per second), time left and phase as text, as far as they are known.
 
     Examples
     --------
-    >>> told(Count("write", 3 * 2**20, 12 * 2**20), 2**20)
+    >>> progress_text(Count("write", 3 * 2**20, 12 * 2**20), 2**20)
     '3.0 MiB of 12.0 MiB, 1.0 MiB/s, 0:09 left, write'
-    >>> told(Count("plan", 0, 0), 0.0)
+    >>> progress_text(Count("plan", 0, 0), 0.0)
     'plan'
     """
     parts = [f"{size(now.done_nbytes)} of {size(now.total_nbytes)}"] if now.total_nbytes else []

@@ -1,6 +1,7 @@
 """`ArraySpec`: key, shape and data type of an array; and the data types of the format."""
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from operator import index
 from types import MappingProxyType
@@ -86,6 +87,10 @@ def _ints(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(map(index, shape))
 
 
+# Thousands of arrays have the same shape: its box is made and checked once.
+_whole_box = lru_cache(maxsize=1024)(Box.from_shape)
+
+
 @attrs.frozen
 class ArraySpec:
     """A whole array: `key` unique in the checkpoint, `shape` in elements, `dtype` a Zarr v3 name.
@@ -145,7 +150,7 @@ class ArraySpec:
     @property
     def box(self) -> Box:
         """The whole array as a box."""
-        return Box.from_shape(self.shape)
+        return _whole_box(self.shape)
 
 
 @attrs.frozen

@@ -18,7 +18,16 @@ from functional_ckpt.spec.flat import joined
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.tiling import chunked_sizes
 
-__all__ = ["PlacedShard", "Placement", "Replicate", "Shard", "StridedShard", "axis_spans", "from_placements"]
+__all__ = [
+    "PlacedShard",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "axis_spans",
+    "from_placements",
+    "spans_of_places",
+]
 
 _Interval = tuple[int, int]
 
@@ -118,6 +127,20 @@ def axis_spans(extent: int, cuts: Sequence[tuple[int, int]], index: Sequence[int
     return spans
 
 
+def spans_of_places(extent: int, cuts: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the `axis_spans` of all places, row-major; in time that grows with their number.
+
+    Examples
+    --------
+    >>> spans_of_places(8, ((2, 2),))
+    [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
+    """
+    spans: list[list[_Interval]] = [[(0, extent)] if extent else []]
+    for parts, size in cuts:
+        spans = [_share(outer, parts, size, place) for outer in spans for place in range(size)]
+    return spans
+
+
 def _axis(array: ArraySpec, dim: int) -> int:
     ndim = len(array.shape)
     if not -ndim <= dim < ndim:
@@ -137,9 +160,9 @@ def _share(spans: list[_Interval], parts: int, size: int, index: int) -> list[_I
     mine: list[_Interval] = []
     begin = 0
     for part in chunked_sizes(extent, parts):
-        shares = chunked_sizes(part, size)
-        low = begin + sum(shares[:index])
-        mine += _window(spans, low, low + shares[index])
+        share = -(-part // size)  # as `chunked_sizes` has them, without a list of all
+        low, high = (begin + min(i * share, part) for i in (index, index + 1))
+        mine += _window(spans, low, high)
         begin += part
     return joined(mine)
 

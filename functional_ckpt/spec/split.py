@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.spec.columns import Ints
-from functional_ckpt.spec.placement import axis_spans
+from functional_ckpt.spec.placement import spans_of_places
 
 __all__ = ["Split", "common_face", "is_even", "split_of"]
 
@@ -115,8 +115,9 @@ class _ListedSplit:
         return counts, lambda k: np.array([n[i] for n, i in zip(found, k.tolist(), strict=True)], np.int64)
 
     def _largest(self, low: int, high: int) -> Ints:
-        sizes = np.minimum(self.stop, high) - np.maximum(self.start, low)
-        return np.flatnonzero(sizes == sizes.max())
+        first, last = np.searchsorted(self.stop, low, "right"), np.searchsorted(self.start, high, "left")
+        sizes = np.minimum(self.stop[first:last], high) - np.maximum(self.start[first:last], low)
+        return first + np.flatnonzero(sizes == sizes.max())
 
 
 def is_even(extent: int, cuts: tuple[tuple[int, int], ...]) -> bool:
@@ -167,10 +168,6 @@ def split_of(extents: Ints, cuts: tuple[tuple[int, int], ...]) -> Split:
 
 @lru_cache(maxsize=256)
 def _listed(extent: int, cuts: tuple[tuple[int, int], ...]) -> _ListedSplit:
-    spans = sorted(
-        (low, high, place)
-        for place, index in enumerate(np.ndindex(*(size for _, size in cuts)))
-        for low, high in axis_spans(extent, cuts, index)
-    )
+    spans = sorted((low, high, place) for place, held in enumerate(spans_of_places(extent, cuts)) for low, high in held)
     columns = np.array(spans, np.int64).reshape(len(spans), 3).T
     return _ListedSplit(columns[0], columns[1], columns[2])

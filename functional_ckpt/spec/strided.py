@@ -12,9 +12,7 @@ import attrs
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from functional_ckpt.spec.columns import Ints
-
-__all__ = ["View", "overlapping"]
+__all__ = ["View", "clusters", "overlapping"]
 
 #: A view of more elements counts as overlapping itself if its strides alone do not prove that it does not.
 MAX_LISTED_ELEMENTS = 2**20
@@ -43,6 +41,8 @@ class View:
     @property
     def bounds(self) -> tuple[int, int]:
         """Address of the first byte, and of the one after the last; equal if the view has no elements."""
+        if self._is_run:
+            return self.address, self.address + self.itemsize * self.shape[0]
         if 0 in self.shape:
             return self.address, self.address
         reach = [(n - 1) * step for n, step in zip(self.shape, self.strides, strict=True)]
@@ -58,7 +58,7 @@ class View:
         >>> View(0, (2, 3), (4, 4), 4).overlaps_itself, View(0, (2, 3), (4, 8), 4).overlaps_itself
         (True, False)
         """
-        if 0 in self.shape:
+        if self._is_run or 0 in self.shape:
             return False
         axes = sorted((abs(step), n) for n, step in zip(self.shape, self.strides, strict=True) if n > 1)
         reach = self.itemsize
@@ -101,6 +101,11 @@ class View:
         except np.exceptions.TooHardError:
             return True
 
+    @property
+    def _is_run(self) -> bool:
+        """Whether it is one run of elements: nearly all are, and worth a shortcut."""
+        return self.strides == (self.itemsize,)
+
     @cached_property
     def _array(self) -> Any:
         return np.asarray(_Interface(self))
@@ -131,8 +136,7 @@ def overlapping(views: Sequence[View]) -> list[tuple[int, int]]:
     ([], [(4, 1)])
     """
     found: list[tuple[int, int]] = []
-    bounds = np.array([view.bounds for view in views], np.int64).reshape(-1, 2)
-    for cluster in _clusters(bounds):
+    for cluster in clusters(views):
         first: dict[View, int] = {}
         for position in cluster:
             first.setdefault(views[position], position)
@@ -140,8 +144,15 @@ def overlapping(views: Sequence[View]) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def _clusters(bounds: Ints) -> Iterator[list[int]]:
-    """Yield the groups of several rows, each in order, whose half-open bounds intersect directly or through others."""
+def clusters(views: Sequence[View]) -> Iterator[list[int]]:
+    """Yield the groups of positions of several views, each in order, whose bounds intersect directly or through others.
+
+    Examples
+    --------
+    >>> list(clusters([View.of_bytes(address, 4) for address in (8, 16, 10)]))
+    [[0, 2]]
+    """
+    bounds = np.array([view.bounds for view in views], np.int64).reshape(-1, 2)
     rows = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
     rows = rows[np.argsort(bounds[rows, 0], kind="stable")]
     low, high = bounds[rows].T

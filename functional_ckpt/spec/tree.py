@@ -191,5 +191,8 @@ def map_leaves(function: Callable[[Path, Any], Any], tree: Any, path: Path = ())
         return function(path, tree)
     if isinstance(tree, list):
         return [map_leaves(function, child, (*path, i)) for i, child in enumerate(tree)]
-    mapped = ((k, map_leaves(function, v, (*path, _item(k)))) for k, v in tree.items())
-    return OrderedDict(mapped) if type(tree) is OrderedDict else dict(mapped)
+    mapped = OrderedDict() if type(tree) is OrderedDict else {}
+    for key, child in tree.items():
+        below = (*path, _item(key))
+        mapped[key] = map_leaves(function, child, below) if is_node(child) else function(below, child)
+    return mapped

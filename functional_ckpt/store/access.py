@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.plan.field import as_int, as_number, flag, one_of, refuse, seconds, whole
+from functional_ckpt.plan.field import as_int, as_number, at_least, flag, one_of, refuse, seconds
 
 __all__ = ["SCHEMES", "Place", "StorePolicy"]
 
@@ -40,7 +40,7 @@ class StorePolicy:
         The first of these waits, in seconds; each is twice the one before, up to 8 s.
     timeout_s
         Longest time for one request with all its retries, in seconds.
-    in_flight
+    concurrency
         Requests at a time, on each rank; what they hold in memory keeps to the policy's `budget_nbytes`.
     lease_s
         How long a claim counts after its saver was last heard of, in seconds. A live saver renews it three times as
@@ -56,17 +56,17 @@ class StorePolicy:
 
     Examples
     --------
-    >>> StorePolicy(in_flight=8).in_flight
+    >>> StorePolicy(concurrency=8).concurrency
     8
     """
 
     endpoint: str | None = attrs.field(default=None, validator=_text_or_none)
     region: str | None = attrs.field(default=None, validator=_text_or_none)
     credentials: Credentials = attrs.field(default="auto", validator=one_of(*get_args(Credentials)))
-    retries: int = attrs.field(default=8, converter=as_int, validator=whole(0))
+    retries: int = attrs.field(default=8, converter=as_int, validator=at_least(0))
     retry_delay_s: float = attrs.field(default=0.25, converter=as_number, validator=seconds)
     timeout_s: float = attrs.field(default=300.0, converter=as_number, validator=seconds)
-    in_flight: int = attrs.field(default=32, converter=as_int, validator=whole(1))
+    concurrency: int = attrs.field(default=32, converter=as_int, validator=at_least(1))
     lease_s: float = attrs.field(default=60.0, converter=as_number, validator=seconds)
     alone: bool = attrs.field(default=False, validator=flag)
 
@@ -117,9 +117,11 @@ class Place:
         parts = prefix.split("/") if prefix else []
         if not bucket or any(part in ("", ".", "..") for part in parts):
             raise PolicyError(
-                "this URL names no place in an object store", expected=f"{scheme}://bucket/prefix",
-                found=f"{scheme}://{rest}", remedy="Name a bucket, and no part that is empty, . or ..",
-            )  # fmt: skip
+                "this URL names no place in an object store",
+                expected=f"{scheme}://bucket/prefix",
+                found=f"{scheme}://{rest}",
+                remedy="Name a bucket, and no part that is empty, . or ..",
+            )
         return cls(scheme, bucket, f"{prefix}/" if prefix else "")
 
     @property

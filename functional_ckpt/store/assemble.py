@@ -103,16 +103,16 @@ class _Chunks:
     ) -> list[Digest]:
         """Write the assembled chunks, and the metadata of the arrays that begin with one of them."""
         work = [
-            Work(values.nbytes, partial(self._write, store, array, chunk, box, values, array in headers), 0)
+            Work(values.nbytes, partial(self._write, store, array, chunk, box, values), 0)
             for (array, chunk), (box, values) in self._found.items()
         ]
-        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
-        return list(digests)
+        firsts = [array for array, chunk in self._found if array in headers and chunk == 0]
+        work += [Work(0, partial(write_header, self.wave.arrays[array], store), 0) for array in firsts]
+        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
+        return list(digests[: len(self._found)])
 
-    def _write(self, store: Store, array: int, chunk: int, box: Box, values: Array, header: bool) -> Digest:
+    def _write(self, store: Store, array: int, chunk: int, box: Box, values: Array) -> Digest:
         plan = self.wave.arrays[array]
-        if header and chunk == 0:
-            write_header(plan, store)
         return array, chunk, write_chunk(store, plan.spec, plan.layout, box, values)
 
     def _pack(self, rows: Sequence[int], _: Array) -> Array:

@@ -1,6 +1,7 @@
 """The `Store` protocol: named objects under one root, and the capabilities of a store."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from errno import EDQUOT, ENOSPC
 from typing import Any, Protocol, TypeAlias
 
@@ -47,7 +48,7 @@ class Capabilities:
     `shared_chunks`: part of an object can be updated atomically. `rename`: a finished directory can be renamed to its
     final name in one step. `shared`: other processes see what this one writes. `sized`: the size of an object
     is known at little cost; otherwise one listing tells which objects there are, and reading tells their sizes.
-    `lists`: objects can be listed. `in_flight`: how many requests at a time pay, 0 if the processor does the work.
+    `lists`: objects can be listed. `concurrency`: how many requests at a time pay, 0 if the processor does the work.
     """
 
     shared_chunks: bool
@@ -55,7 +56,7 @@ class Capabilities:
     shared: bool
     sized: bool = True
     lists: bool = True
-    in_flight: int = 0
+    concurrency: int = 0
 
 
 class SaveClaim(Protocol):
@@ -104,6 +105,9 @@ class Store(Protocol):
 
         `each` is called with all blocks of the parts in order, while they are in the processor's cache.
         """
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return a context: what is created in its ``with`` block is durable at the end of that, not earlier."""
 
     def publish(self, name: str, data: bytes) -> None:
         """Write a new object atomically: it exists whole or not at all. Never replaces an object."""

@@ -3,7 +3,7 @@
 A fragment of it is given by its `shape` and the element `run` at which it begins; a region is slices within a fragment.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any, Protocol
 
@@ -13,7 +13,26 @@ import numpy as np
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.encoding import Array
 
-__all__ = ["WHOLE", "Buffer", "HostBuffer", "region_of"]
+__all__ = ["WHOLE", "Buffer", "Copier", "HostBuffer", "fragment_of", "native", "region_of"]
+
+
+class Copier(Protocol):
+    """Copies memory of one kind, such as that of a device, to the host."""
+
+    def allocate(self, nbytes: int) -> Array:
+        """Return new memory of the host as bytes, of the kind that is best to copy to.
+
+        Raises
+        ------
+        MemoryError
+            If there is none.
+        """
+
+    def begin(self, buffers: Sequence["Buffer"], copies: Sequence[Array]) -> Callable[[], None]:
+        """Begin to copy each buffer to an array of its form; call the result to wait for the end.
+
+        It is called whatever else fails, and until then nobody else is given that memory.
+        """
 
 
 class Buffer(Protocol):
@@ -31,8 +50,11 @@ class Buffer(Protocol):
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Set the elements of a region, converting the data type."""
 
-    def staged(self) -> "Buffer":
-        """Return a copy on the host, independent of later changes of this memory."""
+    def form(self) -> Array:
+        """Return an array of the shape and data type that a copy on the host has; its elements may be any."""
+
+    def copier(self) -> Copier | None:
+        """Return who copies this memory to the host: None if the host itself does."""
 
     def memory(self) -> tuple[Hashable, View]:
         """Return where the memory is: an address space (None for the host's), and the bytes in it."""
@@ -52,25 +74,22 @@ class HostBuffer:
 
     def view(self, shape: tuple[int, ...], run: int) -> Array:
         """Return the fragment as a view."""
-        if shape == self.array.shape:
-            return self.array
-        size = prod(shape)
-        if size == self.array.size:
-            return self.array.reshape(shape)
-        return self.array.reshape(-1)[run : run + size].reshape(shape)
+        return fragment_of(self.array, shape, run)
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
         """Return a region as a view, or as a copy if the byte order differs from the host's."""
-        values: Array = self.view(shape, run)[region]
-        return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
+        return native(fragment_of(self.array, shape, run)[region])
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Copy `values` into a region."""
         copy_cast(self.view(shape, run)[region], values)
 
-    def staged(self) -> "HostBuffer":
-        """Return a copy."""
-        return HostBuffer(np.array(self.array, order="C"))
+    def form(self) -> Array:
+        """Return the array."""
+        return self.array
+
+    def copier(self) -> None:
+        """Return None: the host copies."""
 
     def memory(self) -> tuple[Hashable, View]:
         """Return where the array is."""
@@ -83,6 +102,33 @@ class HostBuffer:
 
 #: The region that is a whole fragment, whatever its number of dimensions.
 WHOLE: tuple[Any, ...] = (...,)
+
+
+def fragment_of(array: Array, shape: tuple[int, ...], run: int) -> Array:
+    """Return the fragment of `shape` that begins at element `run` of an array, as a view.
+
+    Examples
+    --------
+    >>> fragment_of(np.arange(6), (1, 2), 3)
+    array([[3, 4]])
+    """
+    if shape == array.shape:
+        return array
+    size = prod(shape)
+    if size == array.size:
+        return array.reshape(shape)
+    return array.reshape(-1)[run : run + size].reshape(shape)
+
+
+def native(values: Array) -> Array:
+    """Return an array as it is, or as a copy if its byte order differs from the host's.
+
+    Examples
+    --------
+    >>> native(np.zeros(1, ">i2")).dtype.isnative
+    True
+    """
+    return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
 
 def copy_cast(into: Array, values: Array) -> None:

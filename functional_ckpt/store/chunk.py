@@ -16,6 +16,7 @@ from functional_ckpt.store.encoding import (
     array_metadata,
     as_bytes,
     chunk_name,
+    chunk_path,
     digest,
     digest_bytes,
     is_raw,
@@ -49,7 +50,7 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
     """Return a problem if a chunk is missing or has a wrong size."""
     spec, layout = entry.spec, entry.layout
     try:
-        found = store.nbytes_of(f"{node_name(spec.key)}/{chunk_name(index)}")
+        found = store.nbytes_of(chunk_path(spec.key, index))
     except StorageError as error:
         return located(error, spec, layout, index)
     raw = is_raw(layout)
@@ -71,7 +72,7 @@ def check_chunks(
         yield from (problem for problem in found if problem is not None)
         return
     for entry, index in wanted if absent else ():
-        if _object_name(entry, index) in (absent or ()):
+        if chunk_path(entry.spec.key, index) in (absent or ()):
             yield _bad_size(entry.spec, entry.layout, index, None)
 
 
@@ -80,12 +81,8 @@ def absent_chunks(store: Store, entries: Iterable[ArrayEntry]) -> frozenset[str]
     if store.capabilities.sized or not store.capabilities.lists:
         return None
     there = frozenset(store.names())
-    wanted = (_object_name(entry, entry.grid.index(number)) for entry in entries for number in range(entry.grid.size))
-    return frozenset(name for name in wanted if name not in there)
-
-
-def _object_name(entry: ArrayEntry, index: tuple[int, ...]) -> str:
-    return f"{node_name(entry.spec.key)}/{chunk_name(index)}"
+    chunks = ((entry, entry.grid.index(number)) for entry in entries for number in range(entry.grid.size))
+    return frozenset(name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there)
 
 
 def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:
@@ -120,7 +117,7 @@ def decoding_nbytes(layout: Layout) -> int:
 
 def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, ...]) -> Array:
     """Return the cells of one chunk, clipped to the array."""
-    name = f"{node_name(spec.key)}/{chunk_name(index)}"
+    name = chunk_path(spec.key, index)
     raw = is_raw(layout)
     _check_memory(spec, layout, index)
     try:
@@ -146,7 +143,7 @@ def chunk_digest(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int
         return digest(read_chunk(store, spec, layout, index))
     hasher = xxhash.xxh3_128()
     try:
-        store.scan(f"{node_name(spec.key)}/{chunk_name(index)}", box.size * spec.itemsize, hasher.update)
+        store.scan(chunk_path(spec.key, index), box.size * spec.itemsize, hasher.update)
     except StorageError as error:
         raise located(error, spec, layout, index) from error.__cause__
     return hasher.digest()
@@ -185,7 +182,7 @@ def write_header(array: ArrayPlan, store: Store) -> None:
 def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
     """Write the whole chunk whose cells are `box`, and return its digest."""
     index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-    name = f"{node_name(spec.key)}/{chunk_name(index)}"
+    name = chunk_path(spec.key, index)
     if is_raw(layout):
         return create_chunk(store, name, values, layout)
     from functional_ckpt.store.zarr import encode_chunk

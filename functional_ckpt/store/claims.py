@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import cast
@@ -14,16 +14,19 @@ from functional_ckpt.store.files import NEW, FileStore
 from functional_ckpt.store.lease import Lease, LeasedStore, expired
 from functional_ckpt.store.temporary import claim_name, is_claim_name
 
-__all__ = ["claims_in", "has_claim", "listed", "may_be_ours", "take_claim"]
+__all__ = ["claims_in", "has_claim", "may_be_ours", "names_in", "take_claim"]
 
 
-def take_claim(store: Store, save_id: str, durable: bool) -> SaveClaim:
-    """Claim the place of a store for a save; a directory that is missing is made."""
+def take_claim(store: Store, save_id: str, durable: bool) -> tuple[SaveClaim, list[str] | None]:
+    """Claim the place of a store for a save; a directory that is missing is made.
+
+    Returns the names in the place too, or None if they have not been listed.
+    """
     if isinstance(store, FileStore):
         make_directories(store.root, durable)
-        return Claim.take(store.root / claim_name(save_id), save_id)
+        return Claim.take(store.root / claim_name(save_id), save_id), None
     if not store.capabilities.shared:
-        return Claim.take_in_memory(store.url)
+        return Claim.take_in_memory(store.url), None
     return Lease.take(cast("LeasedStore", store), save_id)
 
 
@@ -35,13 +38,18 @@ def has_claim(store: Store, save_id: str) -> bool:
     return not store.capabilities.shared or save_id_of(store.read(label) or b"") == save_id
 
 
-def claims_in(store: Store, but: str | None = None) -> AbstractContextManager[tuple[list[str], list[str]]]:
-    """Hold the claims of dead saves in a place, so that nobody else cleans up after them; also name the live ones."""
+def claims_in(
+    store: Store, but: str | None = None, there: Sequence[str] | None = None
+) -> AbstractContextManager[tuple[list[str], list[str]]]:
+    """Hold the claims of dead saves in a place, so that nobody else cleans up after them; also name the live ones.
+
+    `there` are the names in an object store, if they were listed already.
+    """
     if isinstance(store, FileStore):
         return _dead_claims(store.root, but)
     if not store.capabilities.shared:
         return _in_memory(store.url, but)
-    return expired(cast("LeasedStore", store), but)
+    return expired(cast("LeasedStore", store), but, there)
 
 
 @contextmanager
@@ -49,7 +57,7 @@ def _in_memory(url: str, but: str | None) -> Iterator[tuple[list[str], list[str]
     yield [], [url] if but is None and is_live_in_memory(url) else []
 
 
-def listed(root: Path) -> list[str]:
+def names_in(root: Path) -> list[str]:
     """Return the names in a directory, sorted; none if there is no directory."""
     try:
         return sorted(os.listdir(root))
@@ -66,7 +74,7 @@ def _dead_claims(root: Path, but: str | None = None) -> Iterator[tuple[list[str]
     dead: list[str] = []
     live: list[str] = []
     with ExitStack() as held:
-        for name in listed(root):
+        for name in names_in(root):
             if not is_claim_name(name) or name == but or not may_be_ours(root / name):
                 continue
             claim = Claim.adopt(root / name)

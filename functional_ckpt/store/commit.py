@@ -9,8 +9,9 @@ directory may hold other files.
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,20 @@ from functional_ckpt.store.directories import (
     make_directories,
     remove_tree,
 )
-from functional_ckpt.store.encoding import array_metadata, node_name, to_json
-from functional_ckpt.store.file_claim import Claim, claimed_by
-from functional_ckpt.store.opening import local_path, open_store
-from functional_ckpt.store.sweep import leftover_names, remove_leftovers
-from functional_ckpt.store.target import (
+from functional_ckpt.store.encoding import (
     MANIFEST,
     METADATA_FILE,
     METADATA_TEXT,
     PROVENANCE,
     ROOT,
+    array_metadata,
+    node_name,
+    to_json,
+)
+from functional_ckpt.store.file_claim import Claim, claimed_by
+from functional_ckpt.store.opening import local_path, open_store
+from functional_ckpt.store.sweep import leftover_names, remove_leftovers
+from functional_ckpt.store.target import (
     Replaceable,
     check_target,
     manifest_digest,
@@ -55,12 +60,11 @@ from functional_ckpt.store.target import (
     synced,
 )
 from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id, working_name
+from functional_ckpt.store.work import at_once
 
 __all__ = [
-    "MANIFEST",
-    "METADATA_FILE",
-    "PROVENANCE",
-    "ROOT",
+    "CONSOLIDATED",
+    "CONSOLIDATED_END",
     "Site",
     "abandon",
     "begin",
@@ -69,6 +73,10 @@ __all__ = [
     "root_metadata",
     "seen_from",
 ]
+
+#: What a root with consolidated metadata begins with, and what follows the metadata of its arrays.
+CONSOLIDATED = b'{"consolidated_metadata":{"kind":"inline","metadata":{'
+CONSOLIDATED_END = b'},"must_understand":false},'
 
 # With these values of `durability` single names are not synced.
 _NOT_EACH = ("none", "syncfs")
@@ -128,8 +136,9 @@ def begin(
     if mode == "rename" and not store.capabilities.rename:
         raise PolicyError("this store cannot rename a directory", found=store.url, remedy="Use commit='marker'")
     if mode == "marker":
-        return _begin_marker(store, Site(store.url, store.url, "marker", save_id, access=access), overwrite, names,
-                             durability)  # fmt: skip
+        return _begin_marker(
+            store, Site(store.url, store.url, "marker", save_id, access=access), overwrite, names, durability
+        )
     final = local_path(url)
     with storage_errors("looking at", str(final)):
         if final.is_symlink():
@@ -185,7 +194,8 @@ def seen_from(site: Site, url: str | Path, rank: int) -> Site:
     """
     if site.mode == "marker":
         store = open_store(url, access=site.access)
-        mine, found = attrs.evolve(site, url=store.url, work_url=store.url), has_claim(store, site.save_id)
+        mine = attrs.evolve(site, url=store.url, work_url=store.url)
+        found = rank == 0 or has_claim(store, site.save_id)  # rank 0 has just written it
     else:
         with storage_errors("looking for the directory that rank 0 has created", str(url)):
             final = local_path(url)
@@ -213,7 +223,7 @@ def publish(
     metadata_file: bool = False,
     stands: Callable[[], bool] = lambda: True,
 ) -> tuple[str, ...]:
-    """Write manifest, provenance and root, in this order, and publish the checkpoint.
+    """Write manifest and provenance, then the root, and publish the checkpoint.
 
     With `metadata_file` there is one more file before these, for programs that look for a checkpoint of DCP.
 
@@ -223,8 +233,11 @@ def publish(
     """
     text = manifest.to_json()
     first = ((METADATA_FILE, METADATA_TEXT),) if metadata_file else ()
-    for name, data in (*first, (MANIFEST, text), (PROVENANCE, to_json(provenance))):
-        store.create(name, [memoryview(data)], len(data))
+    texts = (*first, (MANIFEST, text), (PROVENANCE, to_json(provenance)))
+    at_once(
+        [partial(store.create, name, [memoryview(data)], len(data)) for name, data in texts],
+        store.capabilities.concurrency,
+    )
     root = root_metadata(manifest, manifest_digest(text), consolidate)
     durable = store.sync != "none"
     if site.mode == "marker":
@@ -255,10 +268,12 @@ def _publish_object(store: Store, root: bytes) -> None:
                 return
         # The request may still be on its way: chunks are not removed under a root that comes.
         raise OutcomeUnknownError(
-            "it is not known whether the checkpoint was published", path=f"{store.url}/{ROOT}", found=error.found,
+            "it is not known whether the checkpoint was published",
+            path=f"{store.url}/{ROOT}",
+            found=error.found,
             remedy="Look at the path: it holds the whole checkpoint or none; what is left otherwise is for "
             "functional_ckpt.sweep, or for the next save",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _taken_back(store: Store, stands: Callable[[], bool]) -> tuple[str, ...]:
@@ -269,8 +284,11 @@ def _taken_back(store: Store, stands: Callable[[], bool]) -> tuple[str, ...]:
     except CheckpointError as error:
         return (f"it could not be known whether its claim has held until then ({error}); verify it",)
     store.delete([ROOT])
-    raise StorageError("the claim of this save was taken over while it published: it was taken for dead",
-                       path=store.url, remedy="Save again, with a longer StorePolicy(lease_s=...)")  # fmt: skip
+    raise StorageError(
+        "the claim of this save was taken over while it published: it was taken for dead",
+        path=store.url,
+        remedy="Save again, with a longer StorePolicy(lease_s=...)",
+    )
 
 
 def abandon(site: Site, claim: SaveClaim | None, late: bool = False) -> tuple[str, ...]:
@@ -311,17 +329,17 @@ def _begin_marker(
 ) -> tuple[Site, SaveClaim]:
     if store.nbytes_of(ROOT) is not None:
         raise AlreadyExistsError(
-            "the path holds a committed checkpoint or Zarr group", path=store.url,
-            remedy="Save to a new path, such as one for each step" + (
-                ": a checkpoint that is committed in place is never overwritten" if overwrite else ""
-            ),
-        )  # fmt: skip
+            "the path holds a committed checkpoint or Zarr group",
+            path=store.url,
+            remedy="Save to a new path, such as one for each step"
+            + (": a checkpoint that is committed in place is never overwritten" if overwrite else ""),
+        )
     with storage_errors("creating the directory to save to", site.url):
-        claim = take_claim(store, site.save_id, durability not in _NOT_EACH)
+        claim, there = take_claim(store, site.save_id, durability not in _NOT_EACH)
     try:
         with storage_errors("creating the directory to save to", site.url):
-            clear_in_place(store, claim.label)
-            _check_names(store, nodes)
+            is_clean = clear_in_place(store, claim.label, there)
+            _check_names(store.names() if there is None or not is_clean else there, nodes, store.url)
             # Only now: files under these names are of this save. It names one at least, even without any array.
             claim.name([*nodes, MANIFEST], durability != "none")
     except BaseException as error:
@@ -330,8 +348,8 @@ def _begin_marker(
     return site, claim
 
 
-def clear_in_place(store: Store, mine: str) -> None:
-    """Remove the leftovers of dead saves; raise if a live one is writing.
+def clear_in_place(store: Store, mine: str, there: Sequence[str] | None = None) -> bool:
+    """Remove the leftovers of dead saves; raise if a live one is writing. Tell whether there were no leftovers.
 
     Raises
     ------
@@ -339,7 +357,7 @@ def clear_in_place(store: Store, mine: str) -> None:
         If there is another claim than `mine`, of a save that is running.
     """
     # Other claims are listed after ours is taken: of two saves that begin at once, at least one sees the other.
-    with claims_in(store, mine) as (dead, live):
+    with claims_in(store, mine, there) as (dead, live):
         if live:
             raise AlreadyExistsError(
                 "another save to this path is running, or is being swept",
@@ -349,14 +367,15 @@ def clear_in_place(store: Store, mine: str) -> None:
             )
         if dead or store.capabilities.sized:  # otherwise only a claim tells of leftovers, and a listing is expensive
             remove_leftovers(store, dead)
+        return not dead
 
 
-def _check_names(store: Store, nodes: Sequence[str]) -> None:
-    taken = sorted({name.partition("/")[0] for name in store.names()} & {*nodes, MANIFEST, PROVENANCE})
+def _check_names(there: Iterable[str], nodes: Sequence[str], url: str) -> None:
+    taken = sorted({name.partition("/")[0] for name in there} & {*nodes, MANIFEST, PROVENANCE})
     if taken:
         raise AlreadyExistsError(
             "other files have names that the checkpoint needs",
-            path=store.url,
+            path=url,
             found=", ".join(taken[:5]),
             remedy="Save under a new path, or move these files: they are never replaced",
         )
@@ -378,5 +397,4 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     members = b",".join(
         to_json(node_name(e.spec.key)) + b":" + array_metadata(e.spec, e.layout) for e in manifest.arrays
     )
-    inline = b'"consolidated_metadata":{"kind":"inline","metadata":{' + members + b'},"must_understand":false},'
-    return b"{" + inline + to_json(root)[1:]
+    return CONSOLIDATED + members + CONSOLIDATED_END + to_json(root)[1:]

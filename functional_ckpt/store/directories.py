@@ -16,6 +16,7 @@ from functional_ckpt.errors import StorageError
 
 __all__ = [
     "Identity",
+    "begin_sync",
     "check_exchange",
     "exchange_paths",
     "identity_of",
@@ -34,6 +35,7 @@ Identity: TypeAlias = tuple[int, ...]
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _RENAME_SWAP = 2
+_SYNC_FILE_RANGE_WRITE = 2
 # While a tree is removed, others may remove files too, and late ranks may add some. After so many attempts it is an
 # error.
 _TRIES = 20
@@ -127,6 +129,20 @@ def sync_directory(path: str | Path) -> None:
         os.fsync(file)
 
 
+def begin_sync(file: int) -> bool:
+    """Let the disk begin to write an open file, without waiting; return False where the system cannot.
+
+    Nothing is durable by that, and no error is seen: a sync has to follow.
+    """
+    if not hasattr(_libc(), "sync_file_range"):
+        return False
+    try:
+        call_system("sync_file_range", file, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+    except OSError:
+        return False
+    return True
+
+
 def sync_file_system(path: Path) -> None:
     """Sync the whole file system of `path`."""
     if not hasattr(_libc(), "syncfs"):
@@ -184,7 +200,7 @@ def why_fixed(path: Path) -> str | None:
     return "a mount point" if is_mount_point(path) else None
 
 
-def call_system(name: str, *arguments: int | bytes) -> None:
+def call_system(name: str, *arguments: int | bytes | ctypes.c_int64) -> None:
     """Call a function of the C library that Python does not offer; raise OSError if it reports a failure."""
     if getattr(_libc(), name)(*arguments) != 0:
         code = ctypes.get_errno()

@@ -92,7 +92,7 @@ class _Chunks:
             Work(self.entries[array].layout.chunk_nbytes, partial(self._read, store, verify, array, chunk), 0)
             for array, chunk in wanted
         ]
-        found: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+        found: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
         self._found = dict(zip(wanted, found, strict=True))
         for row in self.wave.here:
             self.wave.put(row, self.buffers, self._values(row))

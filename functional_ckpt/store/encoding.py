@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any, TypeAlias
@@ -17,9 +16,16 @@ from functional_ckpt.plan.layout import Layout
 from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
 
 __all__ = [
+    "BEGINNINGS",
+    "MANIFEST",
+    "METADATA_FILE",
+    "METADATA_TEXT",
+    "PROVENANCE",
+    "ROOT",
     "Array",
     "array_metadata",
     "chunk_name",
+    "chunk_path",
     "digest",
     "digest_bytes",
     "dtype_name",
@@ -33,7 +39,13 @@ Array: TypeAlias = NDArray[Any]
 
 #: Longest node name, in bytes; file systems allow 255, and lock and temporary files add a suffix.
 MAX_NAME_NBYTES = 200
-_RESERVED = ("zarr.json", "zarr.json.new", "manifest.json", "provenance.json")
+ROOT, MANIFEST, PROVENANCE, METADATA_FILE = "zarr.json", "manifest.json", "provenance.json", ".metadata"
+METADATA_TEXT = (
+    b"A checkpoint of functional_ckpt, for programs that look for a file of this name. There is no pickle in it.\n"
+)
+#: How the files of a checkpoint begin: other programs have files of these names too.
+BEGINNINGS = {MANIFEST: b'{"aliases":[', PROVENANCE: b'{"finished":', METADATA_FILE: METADATA_TEXT[:32]}
+_RESERVED = (ROOT, f"{ROOT}.new", MANIFEST, PROVENANCE)
 _ESCAPES = {
     "~": "~0",
     "/": "~1",
@@ -128,7 +140,8 @@ def node_name(key: str) -> str:
     return head + tag
 
 
-def chunk_name(index: Sequence[int]) -> str:
+@lru_cache(maxsize=1024)  # thousands of arrays have one chunk
+def chunk_name(index: tuple[int, ...]) -> str:
     """Return the name of a chunk under its node (Zarr's ``default`` encoding with separator ``.``).
 
     Examples
@@ -137,6 +150,17 @@ def chunk_name(index: Sequence[int]) -> str:
     ('c.1.0', 'c')
     """
     return ".".join(("c", *map(str, index)))
+
+
+def chunk_path(key: str, index: tuple[int, ...]) -> str:
+    """Return the name of a chunk in its store.
+
+    Examples
+    --------
+    >>> chunk_path("a/b", (1, 0))
+    'a~1b/c.1.0'
+    """
+    return f"{node_name(key)}/{chunk_name(index)}"
 
 
 def digest(array: Array) -> bytes:

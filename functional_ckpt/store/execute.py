@@ -8,7 +8,7 @@ through TensorStore. An array of one chunk skips the grid: a small tensor costs 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import attrs
 import numpy as np
@@ -41,11 +41,10 @@ from functional_ckpt.store.chunk import (
 from functional_ckpt.store.encoding import (
     Array,
     as_bytes,
-    chunk_name,
+    chunk_path,
     digest,
     digest_bytes,
     is_raw,
-    node_name,
     numpy_dtype,
 )
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
@@ -82,7 +81,7 @@ def write_plan(
     try:
         direct = [
             d
-            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
             for d in cast("list[Digest]", found or ())
         ]
     except Exception as error:
@@ -106,8 +105,10 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, in_flight = tuple(array.spec.key for array in plan.arrays), store.capabilities.in_flight
-    return Receipt(keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, in_flight))), 0, Traffic())
+    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
+    return Receipt(
+        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
+    )
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -131,11 +132,14 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
 
 def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, header: bool) -> list[Work]:
-    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk."""
+    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk.
+
+    Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
+    """
     itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
     nbytes = source.box.size * itemsize
     write = partial(_write_pieces, number, array, source, buffer, store)
-    if nbytes < SMALL_NBYTES:
+    if nbytes < SMALL_NBYTES and not store.capabilities.concurrency:
         return [Work(nbytes, partial(write, pieces, header), nbytes)]
     # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
     held = decoding_nbytes(array.layout)
@@ -211,14 +215,12 @@ def read_plan(
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    work: list[Work] = []
-    for read in plan.reads:
-        work += _readers(entries[read.key], read, buffers[read.shard], store, verify)
-    run_all(work, budget_nbytes, on_bytes, store.capabilities.in_flight)
+    concurrency = store.capabilities.concurrency
+    work = _reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency))
+    run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
-@attrs.frozen
-class _Piece:
+class _Piece(NamedTuple):
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]
@@ -230,7 +232,7 @@ class _Piece:
 def _pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
     """Yield the pieces of `box` by the chunks that it touches, row-major."""
     if grid.is_single:
-        yield _Piece((0,) * len(grid.shape), 0, box, box.shape == grid.shape)
+        yield _Piece((0,) * len(grid.shape), 0, box, box.stop == grid.shape and not any(box.start))
         return
     for index in grid.touched(box):
         chunk = grid.box(index)
@@ -243,25 +245,53 @@ def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
     return WHOLE if piece is outer else region_of(outer.start, piece.start, piece.stop)
 
 
-def _readers(entry: ArrayEntry, read: ArrayRead, buffer: Buffer, store: Store, verify: str) -> list[Work]:
-    """Return the work of one read: one item if it is small, else one per chunk."""
-    itemsize, pieces = entry.spec.itemsize, _pieces(entry.grid, read.box)
-    nbytes = read.box.size * itemsize
-    fill = partial(_read_pieces, entry, read.target, buffer, store, verify)
-    if nbytes < SMALL_NBYTES and is_raw(entry.layout):
-        return [Work(nbytes, partial(fill, pieces), nbytes)]
-    held = decoding_nbytes(entry.layout)
-    return [Work(piece.box.size * itemsize, partial(fill, (piece,)), held) for piece in pieces]
+def _reading(
+    reads: Iterable[ArrayRead], run: Callable[..., None], entries: Mapping[str, ArrayEntry], apart: bool
+) -> Iterator[Work]:
+    """Yield the work of all reads: one item per chunk; small reads are one item together, unless `apart`.
+
+    `run` is called with a read, and with the pieces of it if these are not all.
+    """
+    small: list[ArrayRead] = []
+    nbytes = 0
+    for read in reads:
+        entry = entries[read.key]
+        wanted = read.box.size * entry.spec.itemsize
+        is_small = wanted < SMALL_NBYTES and is_raw(entry.layout)
+        if apart or not is_small:
+            held = wanted if is_small else decoding_nbytes(entry.layout)
+            for piece in _pieces(entry.grid, read.box):
+                yield Work(piece.box.size * entry.spec.itemsize, partial(run, read, (piece,)), held)
+            continue
+        if small and nbytes + wanted >= SMALL_NBYTES:
+            yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
+            small, nbytes = [], 0
+        small.append(read)
+        nbytes += wanted
+    if small:
+        yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
 
 
-def _read_pieces(
-    entry: ArrayEntry, target: Fragment, buffer: Buffer, store: Store, verify: str, pieces: Iterable[_Piece]
+def _run_each(run: Callable[..., None], reads: Iterable[ArrayRead]) -> None:
+    for read in reads:
+        run(read)
+
+
+def _read_array(
+    entries: Mapping[str, ArrayEntry],
+    buffers: Sequence[Buffer],
+    store: Store,
+    verify: str,
+    read: ArrayRead,
+    pieces: Iterable[_Piece] | None = None,
 ) -> None:
-    view, node = buffer.view(target.box.shape, target.run), node_name(entry.spec.key)
-    for piece in pieces:
+    """Run one read, or only the given `pieces` of it."""
+    entry, target, buffer = entries[read.key], read.target, buffers[read.shard]
+    view = buffer.view(target.box.shape, target.run)
+    for piece in _pieces(entry.grid, read.box) if pieces is None else pieces:
         region = _region(target.box, piece.box)
         into = None if view is None else view[region]
-        name = f"{node}/{chunk_name(piece.index)}"
+        name = chunk_path(entry.spec.key, piece.index)
         try:
             if piece.whole and into is not None and _is_direct(into, entry.spec, entry.layout):
                 check_digest(entry, piece.position, _read_direct(store, name, as_bytes(into), verify != "none"))

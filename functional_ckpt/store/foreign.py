@@ -9,14 +9,13 @@ import attrs
 from functional_ckpt.errors import CorruptionError, NotACheckpointError, StorageError
 from functional_ckpt.plan.manifest import FORMAT
 from functional_ckpt.store.base import Store
+from functional_ckpt.store.encoding import BEGINNINGS, MANIFEST, PROVENANCE, ROOT
 from functional_ckpt.store.files import NEW, FileStore
 from functional_ckpt.store.temporary import is_claim_name
 
 __all__ = ["why_not"]
 
-# The beginning of a manifest of functional_ckpt: other programs have files of this name too.
-_MANIFEST_BEGINNING = b'{"aliases":['
-_OURS = frozenset(["manifest.json", "provenance.json", f"zarr.json{NEW}"])
+_OURS = frozenset([MANIFEST, PROVENANCE, f"{ROOT}{NEW}"])
 #: So many names are inspected, those in the directory itself first.
 _MAX_NAMES = 10_000
 
@@ -73,7 +72,7 @@ def why_not(store: Store, root: bytes | None) -> StorageError:
     """
     if root is None:
         return _without_root(store)
-    if _head(store, "manifest.json", len(_MANIFEST_BEGINNING)) == _MANIFEST_BEGINNING:
+    if _head(store, MANIFEST, len(BEGINNINGS[MANIFEST])) == BEGINNINGS[MANIFEST]:
         return CorruptionError(
             "zarr.json is damaged, or does not belong to the manifest.json beside it",
             path=f"{store.url}/zarr.json",
@@ -111,7 +110,7 @@ def _below(names: list[str]) -> Iterator[str]:
     there = set(names)
     for name in names:
         directory, _, leaf = name.rpartition("/")
-        if leaf == "manifest.json" and directory and directory[0] != "." and f"{directory}/zarr.json" in there:
+        if leaf == MANIFEST and directory and directory[0] != "." and f"{directory}/{ROOT}" in there:
             yield directory
 
 

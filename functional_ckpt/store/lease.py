@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from functional_ckpt.errors import AlreadyExistsError, CheckpointError, StorageError, add_notes
+from functional_ckpt.errors import CheckpointError, StorageError, add_notes
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.file_claim import ABANDONED
 from functional_ckpt.store.machine import boot_id
 from functional_ckpt.store.temporary import claim_name, is_claim_name
+from functional_ckpt.store.work import at_once
 
 __all__ = ["Lease", "LeasedStore", "expired", "is_taken"]
 
@@ -42,7 +43,13 @@ class LeasedStore(Store, Protocol):
         """Whether the caller says that nobody else saves or sweeps here meanwhile."""
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
-        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now."""
+        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now.
+
+        If `stamp` is None the object is created; one of other content must not be there.
+        """
+
+    def refuses(self, name: str, data: bytes) -> bool:
+        """Try to create an object that is there already; tell whether the server refuses."""
 
 
 class Lease:
@@ -58,8 +65,10 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def take(cls, store: LeasedStore, save_id: str) -> "Lease":
+    def take(cls, store: LeasedStore, save_id: str) -> "tuple[Lease, list[str]]":
         """Create the claim, and find out by it whether the server heeds the condition of a write.
+
+        Meanwhile the place is listed; the names are returned too.
 
         Raises
         ------
@@ -67,28 +76,25 @@ class Lease:
             If it does not, and the caller does not say that he is alone.
         """
         lease = cls(store, claim_name(save_id), {"save_id": save_id, "lease_s": store.lease_s, **_process()})
-        store.publish(lease._label, lease._text())
+        lease._stamp = store.replace(lease._label, lease._text(), None)
         try:
-            if not store.alone:
-                lease._probe()
-            lease._stamp = store.stamp(lease._label)
+            _, names = at_once([lease._probe, lambda: list(store.names())], store.capabilities.concurrency)
         except BaseException as error:
             lease.release_after(error)
             raise
         lease._thread = threading.Thread(target=lease._keep, name="functional_ckpt-lease", daemon=True)
         lease._thread.start()
-        return lease
+        return lease, cast("list[str]", names)
 
     def _probe(self) -> None:
-        try:
-            self._store.publish(self._label, self._text(probe=True))
-        except AlreadyExistsError:
+        if self._store.alone or self._store.refuses(self._label, self._text(probe=True)):
             return
         raise StorageError(
-            "this server writes over an object although it was told to create a new one", path=self._store.url,
+            "this server writes over an object although it was told to create a new one",
+            path=self._store.url,
             remedy="If no other save to this path, and no sweep, can run at the same time, pass "
             "SavePolicy(store=StorePolicy(alone=True)); else save to another server",
-        )  # fmt: skip
+        )
 
     @property
     def label(self) -> str:
@@ -99,8 +105,9 @@ class Lease:
         """Say which nodes are going to be written."""
         self._content["nodes"] = list(nodes)
         if not self._renew():
-            raise StorageError("the claim of this save was removed as soon as it was made", path=self._store.url,
-                               remedy="Save again")  # fmt: skip
+            raise StorageError(
+                "the claim of this save was removed as soon as it was made", path=self._store.url, remedy="Save again"
+            )
 
     def is_held(self) -> bool:
         """Renew the claim; tell whether that was possible: nobody has taken it over.
@@ -164,13 +171,18 @@ class Lease:
 
 
 @contextmanager
-def expired(store: LeasedStore, but: str | None = None) -> Iterator[tuple[list[str], list[str]]]:
+def expired(
+    store: LeasedStore, but: str | None = None, there: Sequence[str] | None = None
+) -> Iterator[tuple[list[str], list[str]]]:
     """Take over the claims of dead savers, and name those of live ones: (dead, live).
+
+    `there` are the names in the store, if they were listed already.
 
     This waits as long as the longest lease that is found, unless it is known at once: by a change of the claim, or by
     the process, if it was one of this machine.
     """
-    names = sorted(name for name in store.names() if is_claim_name(name) and name != but)
+    listed = store.names() if there is None else there
+    names = sorted(name for name in listed if is_claim_name(name) and name != but)
     dead = [name for name in names if name.endswith(ABANDONED)]
     watched = {name: found for name in names if name not in dead and (found := _seen(store, name)) is not None}
     live: list[str] = []
@@ -235,8 +247,13 @@ def _lease_of(content: dict[str, Any]) -> float:
 
 def _process() -> dict[str, Any]:
     """Return what names this process among all of this machine's, on all its containers."""
-    return {"host": os.uname().nodename, "boot": boot_id(), "space": _space(), "pid": os.getpid(),
-            "began": _began(os.getpid())}  # fmt: skip
+    return {
+        "host": os.uname().nodename,
+        "boot": boot_id(),
+        "space": _space(),
+        "pid": os.getpid(),
+        "began": _began(os.getpid()),
+    }
 
 
 def _is_over(content: dict[str, Any]) -> bool:

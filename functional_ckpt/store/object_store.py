@@ -4,9 +4,8 @@ A request costs a round trip, so that many are sent at a time; names come from o
 """
 
 import json
-import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from threading import Lock
@@ -18,6 +17,8 @@ import tensorstore as ts
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
+from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner, joined
+from functional_ckpt.store.server_errors import explained, knows_no_condition
 from functional_ckpt.store.whole import WholeStore
 from functional_ckpt.store.zarr import refuse_forked
 
@@ -25,29 +26,13 @@ __all__ = ["ObjectStore"]
 
 #: More than this is read by several requests at a time.
 _PART_NBYTES = 8 * 2**20
+#: So many of them for one object.
+_PARTS = 4
 #: What lies between two ranges is fetched with them if it is less: a request takes as long as so many bytes.
 _GAP_NBYTES = 2**20
 #: The generation, in TensorStore's words, of an object that is not there.
 _MISSING = b"\x02"
 _LONGEST_DELAY_S = 8.0
-
-# What a part of TensorStore's text means, and what to do about it; the first that is found counts.
-_MEANINGS = (
-    (r"NoSuchBucket|bucket does not exist|Invalid S3 bucket name|Bucket .* (not found|does not exist)",
-     "Check the bucket's name, the region and the endpoint"),
-    (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
-    (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
-     "Check the credentials and the clock of this machine"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region|'30[17]'",
-     "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
-    (r"PERMISSION_DENIED|AccessDenied|\"code\": 40[13]|'40[13]'",
-     "Check the credentials, whether they have expired, and what they allow here"),
-    # An answer to HEAD says no more; Amazon answers so to a wrong region and to a token that has expired.
-    (r"'400'", "Check the region (StorePolicy(region=...) or AWS_REGION), and whether the credentials have expired"),
-    (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with fewer in_flight or more retries"),
-    (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
-     "StorePolicy with more retries"),
-)  # fmt: skip
 
 
 @attrs.define(eq=False)
@@ -79,6 +64,7 @@ class ObjectStore(WholeStore):
     guard: str | None = None
     sync: str = attrs.field(default="none", init=False)
     _guarding: "_Guarding" = attrs.field(init=False, eq=False, repr=False, factory=lambda: _Guarding())
+    _joiner: Joiner = attrs.field(init=False, eq=False, repr=False, factory=Joiner)
 
     @property
     def url(self) -> str:
@@ -90,7 +76,12 @@ class ObjectStore(WholeStore):
         """No rename, no sizes, and many requests at a time."""
         lists = self.place.scheme in ("s3", "gs")
         return Capabilities(
-            shared_chunks=False, rename=False, shared=True, sized=False, lists=lists, in_flight=self.policy.in_flight
+            shared_chunks=False,
+            rename=False,
+            shared=True,
+            sized=False,
+            lists=lists,
+            concurrency=self.policy.concurrency,
         )
 
     @property
@@ -103,31 +94,50 @@ class ObjectStore(WholeStore):
         """Whether the caller says that nobody else saves or sweeps here meanwhile."""
         return self.policy.alone
 
-    def put(self, name: str, data: bytes) -> None:
+    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
         """Write a new object, in one request. One that is there already stays, and must hold the same bytes.
 
         It does where the answer to our own request was lost, and the request repeated.
         """
-        generation = self._wait("writing", name, self._kv().write(name, data, if_equal=_MISSING)).generation
-        if not generation:  # how TensorStore says that the condition did not hold
-            self._require_own(name, data)
+        self.check_guard()
+        kv = self._kv()
+        if nbytes < REUSED_NBYTES:
+            request = kv.write(name, joined(parts, nbytes), if_equal=_MISSING)
+        else:
+            with self._joiner.lock:  # TensorStore copies it before it returns
+                request = kv.write(name, self._joiner.filled(parts, nbytes), if_equal=_MISSING)
+        for part in parts if each is not None else ():  # while the request is on its way
+            each(part)  # type: ignore[misc]
+        self._created(name, request, lambda: joined(parts, nbytes))
 
-    def _require_own(self, name: str, data: bytes) -> None:
-        found = self.read(name)
-        if found is None:
+    def _created(self, name: str, request: Any, content: Callable[[], bytes]) -> object:
+        """Wait for the request that writes a new object, and return its stamp."""
+        generation = self._wait("writing", name, request).generation
+        if generation:
+            return generation
+        # This is how TensorStore says that the condition did not hold.
+        found = self._wait("reading", name, self._kv().read(name))
+        if found.state != "value":
             list(self.names())  # says what is wrong with the bucket, if that is so
-            raise StorageError("writing failed", path=self._named(name), found="the server refused it",
-                               remedy="Save again")  # fmt: skip
-        if found != data:
+            raise StorageError(
+                "writing failed", path=self._named(name), found="the server refused it", remedy="Save again"
+            )
+        if found.value != content():
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
+        return found.stamp.generation
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
-        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now."""
+        """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now.
+
+        If `stamp` is None the object is created.
+        """
+        if stamp is None:
+            return self._created(name, self._kv().write(name, data, if_equal=_MISSING), lambda: data)
         kv = self._kv()
         try:
             generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
         except StorageError as error:
-            if not _knows_no_condition(error):
+            if not knows_no_condition(error):
                 raise
             # A server that knows no such condition: we look, and then write.
             if self.stamp(name) != stamp:
@@ -138,13 +148,21 @@ class ObjectStore(WholeStore):
         found = self._wait("reading", name, kv.read(name))  # the answer to our own request may have been lost
         return found.stamp.generation if found.state == "value" and found.value == data else None
 
+    def refuses(self, name: str, data: bytes) -> bool:
+        """Try to create an object that is there already; tell whether the server refuses.
+
+        Sent again after an answer was lost, the request is refused, or not, as the first time.
+        """
+        return not self._wait("writing", name, self._kv().write(name, data, if_equal=_MISSING)).generation
+
     def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return an object's bytes, or None. Its size is known once it is read."""
         found = self._wait("reading", name, self._kv().read(name))
         if found.state != "value":
             return None
-        check_limit(self._named(name), len(found.value), limit)
-        return bytes(found.value)
+        value: bytes = found.value  # a copy each time that it is asked for
+        check_limit(self._named(name), len(value), limit)
+        return value
 
     def nbytes_of(self, name: str) -> int | None:
         """Return `UNSIZED` if there is an object, or None."""
@@ -186,7 +204,7 @@ class ObjectStore(WholeStore):
         """
         kv, whole = self._kv(), b""
         todo = (kv.read(name, byte_range=slice(*span)) for span in spans)
-        for (start, stop), future in zip(spans, self._ahead(todo), strict=True):
+        for (start, stop), future in zip(spans, _ahead(todo, _PARTS), strict=True):
             if whole:
                 future.cancel()
                 yield memoryview(whole)[start:stop]
@@ -207,20 +225,13 @@ class ObjectStore(WholeStore):
         """Return all of an object, which must have `nbytes` bytes at least."""
         data = self.read(name, 2**62)
         if data is None or len(data) < nbytes:
-            raise CorruptionError("an object is too short", path=self._named(name), expected=f"{nbytes} bytes",
-                                  found="nothing" if data is None else f"{len(data)} bytes")  # fmt: skip
+            raise CorruptionError(
+                "an object is too short",
+                path=self._named(name),
+                expected=f"{nbytes} bytes",
+                found="nothing" if data is None else f"{len(data)} bytes",
+            )
         return data
-
-    def _ahead(self, futures: Iterable[Any], count: int = 4) -> Iterator[Any]:
-        futures = iter(futures)
-        flying = list(islice(futures, count))
-        try:
-            while flying:
-                yield flying.pop(0)
-                flying += islice(futures, 1)
-        finally:
-            for future in flying:
-                future.cancel()
 
     def names(self) -> Iterator[str]:
         """Yield the names of all objects under the prefix, by one listing."""
@@ -237,8 +248,8 @@ class ObjectStore(WholeStore):
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects, many at a time."""
         kv = self._kv()
-        todo = ((name, kv.write(name, None)) for name in names)
-        for name, future in _windowed(todo, self.policy.in_flight):
+        todo = (kv.write(name, None) for name in names)
+        for name, future in zip(names, _ahead(todo, self.policy.concurrency), strict=True):
             self._wait("deleting", name, future)
 
     def check_guard(self) -> None:
@@ -267,12 +278,12 @@ class ObjectStore(WholeStore):
             self.policy.credentials_type,
             self.policy.retries,
             self.policy.retry_delay_s,
-            self.policy.in_flight,
+            self.policy.concurrency,
         )
         try:
             return _opened(text, *with_policy)
         except (ValueError, RuntimeError) as error:
-            raise _explained("opening", self.url, str(error)) from error
+            raise explained("opening", self.url, str(error)) from error
 
     def _wait(self, what: str, name: str, future: Any) -> Any:
         """Return what a request has brought.
@@ -287,52 +298,42 @@ class ObjectStore(WholeStore):
         except TimeoutError:
             future.cancel()
             raise StorageError(
-                f"{what} took too long", path=self._named(name), expected=f"at most {self.policy.timeout_s} s",
+                f"{what} took too long",
+                path=self._named(name),
+                expected=f"at most {self.policy.timeout_s} s",
                 remedy="Check the endpoint and the network, or pass a longer StorePolicy(timeout_s=...)",
-            ) from None  # fmt: skip
+            ) from None
         except (ValueError, RuntimeError) as error:
-            raise _explained(what, self._named(name), str(error)) from error
+            raise explained(what, self._named(name), str(error)) from error
 
 
-def _windowed(futures: Iterable[tuple[str, Any]], count: int) -> Iterator[tuple[str, Any]]:
+def _ahead(futures: Iterable[Any], count: int) -> Iterator[Any]:
+    """Yield futures in order; so many of them are on their way at a time."""
     futures = iter(futures)
     flying = list(islice(futures, count))
-    while flying:
-        yield flying.pop(0)
-        flying += islice(futures, 1)
-
-
-def _explained(what: str, path: str, text: str) -> StorageError:
-    """Return the error for a text of TensorStore, with what to do about it."""
-    remedy = next((remedy for pattern, remedy in _MEANINGS if re.search(pattern, text, re.IGNORECASE)), None)
-    return StorageError(f"{what} failed", path=path, found=_short(text), remedy=remedy)
-
-
-def _short(text: str) -> str:
-    """Return a text of TensorStore without the bodies and headers of answers, which can be long and hold tokens.
-
-    Examples
-    --------
-    >>> _short("NOT_FOUND: NoSuchBucket: none such [http_response_body='<xml>'] [source locations='a']")
-    'NOT_FOUND: NoSuchBucket: none such'
-    """
-    status = re.search(r"http_response_code='(\d+)'", text)
-    cut = re.split(r" \[[a-z_ -]+=", text, maxsplit=1)[0]
-    return f"{cut} (HTTP {status[1]})" if status and "Unknown" in cut else cut
+    try:
+        while flying:
+            yield flying.pop(0)
+            flying += islice(futures, 1)
+    finally:
+        for future in flying:
+            future.cancel()
 
 
 @cache
-def _opened(spec: str, credentials: str, retries: int, delay_s: float, in_flight: int) -> Any:
+def _opened(spec: str, credentials: str, retries: int, delay_s: float, concurrency: int) -> Any:
     """Open a key-value store, once in this process: it keeps connections."""
     waits = {"max_retries": retries, "initial_delay": f"{delay_s}s", "max_delay": f"{max(delay_s, _LONGEST_DELAY_S)}s"}
-    many: dict[str, Any] = {"limit": in_flight}
-    context = ts.Context({
-        "s3_request_retries": waits, "gcs_request_retries": waits, "http_request_retries": waits,
-        "s3_request_concurrency": many, "gcs_request_concurrency": many, "http_request_concurrency": many,
-        "aws_credentials": {"type": credentials},
-    })  # fmt: skip
+    many: dict[str, Any] = {"limit": concurrency}
+    context = ts.Context(
+        {
+            "s3_request_retries": waits,
+            "gcs_request_retries": waits,
+            "http_request_retries": waits,
+            "s3_request_concurrency": many,
+            "gcs_request_concurrency": many,
+            "http_request_concurrency": many,
+            "aws_credentials": {"type": credentials},
+        }
+    )
     return ts.KvStore.open(json.loads(spec), context=context).result()
-
-
-def _knows_no_condition(error: StorageError) -> bool:
-    return "501" in str(error.__cause__) or "NotImplemented" in str(error.__cause__)

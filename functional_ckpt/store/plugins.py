@@ -19,7 +19,7 @@ __all__ = ["GROUP", "plugged_in"]
 GROUP = "functional_ckpt.stores"
 _NEEDED = tuple(sorted(name for name in vars(Store) if not name.startswith("_")))
 #: What a store needs besides if other processes see what this one writes.
-_NEEDED_SHARED = ("alone", "lease_s", "replace")
+_NEEDED_SHARED = ("alone", "lease_s", "refuses", "replace")
 
 
 def plugged_in(scheme: str, url: str, guard: str | None, access: StorePolicy) -> Store | None:

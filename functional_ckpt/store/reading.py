@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
-from functional_ckpt.store.commit import MANIFEST, ROOT, manifest_digest, root_metadata
-from functional_ckpt.store.encoding import array_metadata, node_name
+from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, manifest_digest, root_metadata
+from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.work import Work, run_all
+from functional_ckpt.store.work import Work, at_once, run_all
 
 __all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify"]
 
@@ -99,10 +99,13 @@ class Opened:
 
     @classmethod
     def _of(cls, store: Store) -> "Opened":
-        stamp = store.stamp(ROOT)
-        root = store.read(ROOT)
+        concurrency = store.capabilities.concurrency
+        # The stamp first: a root that is replaced meanwhile has another.
+        calls = [lambda: (store.stamp(ROOT), store.read(ROOT)), lambda: store.read(MANIFEST)]
+        begun: Any = at_once(calls if concurrency else calls[:1], concurrency)
+        stamp, root = begun[0]
         expected: str = root_attributes(store, root)[FORMAT]["manifest"]
-        data = store.read(MANIFEST)
+        data = begun[1] if concurrency else store.read(MANIFEST)
         found = None if data is None else manifest_digest(data)
         if data is None or found != expected:
             raise CorruptionError(
@@ -127,7 +130,7 @@ class Opened:
             yield
         except (StorageError, CheckpointErrors) as error:
             inner = error.exceptions if isinstance(error, CheckpointErrors) else (error,)
-            if any(isinstance(problem, StorageError) for problem in inner) and not self.stands():
+            if any(isinstance(problem, StorageError) for problem in inner) and not self.is_there():
                 raise self._replaced() from error
             raise
 
@@ -136,7 +139,7 @@ class Opened:
         if not self._is_same_root():
             raise self._replaced()
 
-    def stands(self) -> bool:
+    def is_there(self) -> bool:
         """Tell whether the checkpoint is still there; true if that cannot be known."""
         try:
             return self.store.is_current() and self._is_same_root()
@@ -170,7 +173,7 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
         If this is not the root of a checkpoint; the error tells what is in the store instead.
     """
     try:
-        attributes: dict[str, Any] = json.loads(root or b"", object_hook=_without_arrays)["attributes"]
+        attributes: dict[str, Any] = _document(root or b"")["attributes"]
         ours = attributes[FORMAT]
         if ours["format"] != FORMAT:
             raise KeyError("format")
@@ -182,9 +185,17 @@ def root_attributes(store: Store, root: bytes | None) -> dict[str, Any]:
         raise why_not(store, root) from None
 
 
-def _without_arrays(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Drop the consolidated metadata of each array as soon as it is parsed: it would take a dozen objects each."""
-    return None if record.get("node_type") == "array" else record
+def _document(root: bytes) -> Any:
+    """Return a root's document; one that we wrote is returned without the metadata of its arrays, which is not parsed.
+
+    That metadata is for other tools, and has several times the size of the manifest. Braces in it are balanced, so that
+    the rest is no JSON if `CONSOLIDATED_END` was found anywhere else.
+    """
+    _, found, rest = root.partition(CONSOLIDATED_END)
+    if found and root.startswith(CONSOLIDATED):
+        with suppress(ValueError):
+            return json.loads(b"{" + rest)
+    return json.loads(root)
 
 
 @attrs.frozen
@@ -245,9 +256,9 @@ def verify(
         return Count("read", sum(done), manifest.nbytes)
 
     with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
-        found = run_all(work, GIB, count, found_in.capabilities.in_flight)
+        found = run_all(work, GIB, count, found_in.capabilities.concurrency)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
-    if problems and not opened.stands():
+    if problems and not opened.is_there():
         opened.check()
     return VerifyReport(problems, sum(e.grid.size for e in manifest.arrays), manifest.nbytes)
 

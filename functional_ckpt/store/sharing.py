@@ -1,6 +1,6 @@
 """Memory to load into in which two elements of the state share bytes: the problems that this can cause."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -9,7 +9,7 @@ from functional_ckpt.errors import SpecError, raise_problems
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.shard import ShardSpec
-from functional_ckpt.spec.strided import View, overlapping
+from functional_ckpt.spec.strided import View, clusters, overlapping
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, HostBuffer
 from functional_ckpt.store.encoding import as_bytes, numpy_dtype
@@ -41,21 +41,15 @@ class Memory:
     def of(cls, shards: Sequence[ShardSpec], buffers: Sequence[Buffer], stored: Mapping[str, ArrayEntry]) -> "Memory":
         """Inspect all buffers; a view that holds an element twice is a problem: it cannot hold two stored elements."""
         problems: list[SpecError] = []
-        shared: list[tuple[int, int]] = []
-        spaces: dict[Hashable, dict[View, int]] = {}
-        for position, (shard, buffer) in enumerate(zip(shards, buffers, strict=True)):
+        spaces: dict[Hashable, dict[int, View]] = {}
+        for position, buffer in enumerate(buffers):
             space, view = buffer.memory()
             if view.overlaps_itself:
-                problems.append(
-                    _problem("a tensor to load into holds an element of memory twice", shard, "Pass a contiguous copy")
-                )
+                what = "a tensor to load into holds an element of memory twice"
+                problems.append(_problem(what, shards[position], "Pass a contiguous copy"))
                 continue
-            first = spaces.setdefault(space, {}).setdefault(view, position)
-            if first != position and 0 not in view.shape and not _is_alike(shards[first], shard, stored):
-                shared.append((position, first))
-        for views in spaces.values():
-            positions = list(views.values())
-            shared += [(positions[late], positions[early]) for late, early in overlapping(list(views))]
+            spaces.setdefault(space, {})[position] = view
+        shared = [pair for views in spaces.values() for pair in _sharing(views, shards, stored)]
         return cls(shards, buffers, tuple(sorted(shared)), tuple(problems))
 
     def budget(self, nbytes: int) -> int:
@@ -91,6 +85,21 @@ class Memory:
             for late, early in self.shared
             if wrong[late] or wrong[early]
         )
+
+
+def _sharing(
+    views: Mapping[int, View], shards: Sequence[ShardSpec], stored: Mapping[str, ArrayEntry]
+) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of positions whose views share a byte, unless they are one view of the same elements."""
+    positions = list(views)
+    for near in clusters(list(views.values())):
+        first: dict[View, int] = {}
+        for position in (positions[number] for number in near):
+            early = first.setdefault(views[position], position)
+            if early != position and not _is_alike(shards[early], shards[position], stored):
+                yield position, early
+        alone = list(first.values())
+        yield from ((alone[late], alone[early]) for late, early in overlapping(list(first)))
 
 
 def _is_alike(one: ShardSpec, other: ShardSpec, stored: Mapping[str, ArrayEntry]) -> bool:

@@ -16,8 +16,8 @@ from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, Poli
 from functional_ckpt.plan.manifest import FORMAT
 from functional_ckpt.plan.retention import STEP, StepInfo, metrics_of
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.commit import MANIFEST, PROVENANCE, ROOT
 from functional_ckpt.store.directories import remove_tree, sync_directory
+from functional_ckpt.store.encoding import MANIFEST, PROVENANCE, ROOT
 from functional_ckpt.store.file_claim import ABANDONED
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.store.reading import root_attributes

@@ -8,8 +8,9 @@ from pathlib import Path
 from functional_ckpt.errors import CheckpointWarning, StorageError
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
-from functional_ckpt.store.claims import claims_in, listed, may_be_ours
+from functional_ckpt.store.claims import claims_in, may_be_ours, names_in
 from functional_ckpt.store.directories import remove_tree
+from functional_ckpt.store.encoding import BEGINNINGS
 from functional_ckpt.store.file_claim import claimed_nodes, state_of
 from functional_ckpt.store.files import NEW
 from functional_ckpt.store.opening import directory_of, open_store
@@ -17,12 +18,7 @@ from functional_ckpt.store.temporary import is_claim_name, part_of
 
 __all__ = ["is_node_file", "leftover_names", "remove_leftovers", "sweep"]
 
-# The beginnings of files of functional_ckpt: other programs have files of these names too.
-_BEGINNINGS = {
-    "manifest.json": b'{"aliases":[',
-    "provenance.json": b'{"finished":',
-    ".metadata": b"A checkpoint of functional_ckpt,",
-}
+# How the metadata of an array begin.
 _HEADER = b'{"attributes":{"functional_ckpt":'
 _NODE_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__lock)?")
 # Stands for the content of a file that cannot be read, such as a pipe: no file of functional_ckpt begins so.
@@ -74,7 +70,7 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
     """Return what was removed, and the claims whose state only another machine can tell."""
     removed: list[str] = []
     doubtful: list[Path] = []
-    for name in listed(root):
+    for name in names_in(root):
         claim_name = part_of(name)
         if claim_name is None or not may_be_ours(root / name):
             continue
@@ -87,7 +83,7 @@ def _sweep_directory(root: Path) -> tuple[list[str], list[Path]]:
         elif "foreign" in states:
             doubtful.append(claim)
     with claims_in(open_store(root)) as (dead, live):
-        if not live and (dead or f"zarr.json{NEW}" in listed(root)):
+        if not live and (dead or f"zarr.json{NEW}" in names_in(root)):
             removed += _sweep_in_place(open_store(root), dead)
     return removed, doubtful + [root / name for name in live if state_of(root / name) == "foreign"]
 
@@ -169,7 +165,7 @@ def leftover_names(store: Store, dead: Collection[str]) -> list[str]:
     if "zarr.json" in names or not begun:
         return signs
     torn_too = memory or bool(named)
-    found = [name for name in names if name in _BEGINNINGS and _is_ours(store, name, _BEGINNINGS[name], torn_too)]
+    found = [name for name in names if name in BEGINNINGS and _is_ours(store, name, BEGINNINGS[name], torn_too)]
     claimed = {node for nodes in named for node in nodes or ()}
     known = None if memory or None in named or not named else claimed
     for node, leaves in _nodes(names).items():

@@ -23,18 +23,13 @@ from functional_ckpt.store.directories import (
     sync_directory,
     why_fixed,
 )
-from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.encoding import MANIFEST, METADATA_FILE, METADATA_TEXT, PROVENANCE, ROOT, node_name
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.kept import carry, carry_late
 from functional_ckpt.store.sweep import is_node_file
 from functional_ckpt.store.temporary import is_claim_name
 
 __all__ = [
-    "MANIFEST",
-    "METADATA_FILE",
-    "METADATA_TEXT",
-    "PROVENANCE",
-    "ROOT",
     "Replaceable",
     "check_target",
     "exchange",
@@ -45,14 +40,8 @@ __all__ = [
     "synced",
 ]
 
-ROOT, MANIFEST, PROVENANCE = "zarr.json", "manifest.json", "provenance.json"
 _PICKLE = b"\x80"
 _DCP_FILE = re.compile(r"__\d+(_\d+\.distcp|\.metadata)")
-#: The file that DCP's own checkpoints have, and that programs look for.
-METADATA_FILE = ".metadata"
-METADATA_TEXT = (
-    b"A checkpoint of functional_ckpt, for programs that look for a file of this name. There is no pickle in it.\n"
-)
 
 
 @attrs.frozen

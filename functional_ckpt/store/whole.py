@@ -1,9 +1,10 @@
 """`WholeStore`: what a store needs besides its own way to write, read, list and delete whole objects."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from functional_ckpt.errors import CorruptionError, StorageError
+from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock
 from functional_ckpt.store.lease import is_taken
 
@@ -88,8 +89,23 @@ class WholeStore:
         raise NotImplementedError
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
-        """Write over an object whose stamp is still `stamp`, in one step; return the new one, None if it is another."""
+        """Write over an object whose stamp is still `stamp`, in one step; return the new one, None if it is another.
+
+        If `stamp` is None there must be no object, and one is created.
+        """
         raise NotImplementedError
+
+    def refuses(self, name: str, data: bytes) -> bool:
+        """Try to create an object that is there already; tell whether it is refused."""
+        try:
+            self.put(name, data)
+        except AlreadyExistsError:
+            return True
+        return False
+
+    def batch(self) -> AbstractContextManager[object]:
+        """Return what does nothing: a write is durable when it returns."""
+        return nullcontext()
 
     def nbytes_of(self, name: str) -> int | None:
         """Return an object's size, or None, by reading it."""

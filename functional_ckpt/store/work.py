@@ -1,14 +1,14 @@
 """Run many small and few large tasks on a few threads, within a byte budget."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from threading import Condition, Thread
 
 import attrs
 
-__all__ = ["SMALL_NBYTES", "Work", "run_all", "thread_count"]
+__all__ = ["SMALL_NBYTES", "Work", "at_once", "run_all", "thread_count"]
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
@@ -55,13 +55,13 @@ def run_all(
     work: Iterable[Work],
     budget_nbytes: int,
     on_bytes: Callable[[int], None] | None = None,
-    in_flight: int = 0,
+    concurrency: int = 0,
 ) -> list[object]:
     """Run all `work` and return the results in order; after the first failure nothing more begins.
 
     Large tasks run on threads, one at a time each; there are only so many threads that the largest task on each fits
     into `budget_nbytes`. This thread runs the small tasks and then helps. If each task waits for a server,
-    `in_flight` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
+    `concurrency` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
     three times, since requests are copied on their way.
 
     Examples
@@ -72,8 +72,8 @@ def run_all(
     pieces = list(work)
     results: list[object] = [None] * len(pieces)
     failures: list[BaseException] = []
-    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES and not in_flight]
-    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES or in_flight]
+    small = [i for i, piece in enumerate(pieces) if piece.nbytes < SMALL_NBYTES and not concurrency]
+    large = [i for i, piece in enumerate(pieces) if piece.nbytes >= SMALL_NBYTES or concurrency]
     budget = _Budget(budget_nbytes)
 
     def drain(order: Iterable[int]) -> None:
@@ -82,7 +82,7 @@ def run_all(
                 if failures:
                     return
                 piece = pieces[i]
-                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if in_flight else nullcontext():
+                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
                     results[i] = piece.call()
                 if on_bytes is not None:
                     on_bytes(piece.nbytes)
@@ -90,11 +90,22 @@ def run_all(
             failures.append(error)
 
     largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
-    count = in_flight or min(thread_count(), max(1, budget_nbytes // largest))
+    count = concurrency or min(thread_count(), max(1, budget_nbytes // largest))
     _run_on_threads(drain, small, large, count, failures)
     if failures:
         raise failures[0]
     return results
+
+
+def at_once(calls: Sequence[Callable[[], object]], concurrency: int) -> list[object]:
+    """Return the results of a few calls: made at the same time if each waits for a server, else one after the other.
+
+    Examples
+    --------
+    >>> at_once([lambda: 1, lambda: 2], 32)
+    [1, 2]
+    """
+    return run_all([Work(0, call, 0) for call in calls], 1, None, concurrency)
 
 
 def _run_on_threads(

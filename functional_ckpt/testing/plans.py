@@ -29,6 +29,7 @@ from functional_ckpt.testing.regions import shapes
 from functional_ckpt.testing.shardings import array_specs, dtypes, keys
 
 __all__ = [
+    "joining_policies",
     "json_values",
     "layout_policies",
     "manifests",
@@ -45,6 +46,8 @@ _CODECS = ("crc32c", "zstd", "zstd:3", "gzip:1", "blosc")
 def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
     """Generate layout policies with sizes so small that small arrays get every kind of ownership.
 
+    In half of them a few files are too many already, so that chunks are joined.
+
     Examples
     --------
     >>> from hypothesis import find
@@ -57,8 +60,24 @@ def layout_policies(draw: DrawFn, codecs: bool = True) -> LayoutPolicy:
         target_chunk_nbytes=draw(st.integers(1, 256)),
         min_chunk_nbytes=draw(st.integers(0, 64)),
         shared_chunk_nbytes=draw(st.integers(1, 64)),
+        few_files=draw(st.sampled_from([4096, 0])),
         codecs=draw(pairs) if codecs else (),
         extended_dtypes=draw(st.sampled_from(["native", "bits"])),
+    )
+
+
+def joining_policies() -> SearchStrategy[LayoutPolicy]:
+    """Generate layout policies under which shards of a few bytes are joined with their neighbours.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(joining_policies(), lambda policy: True).target_chunk_nbytes
+    8
+    """
+    sizes = st.integers(8, 64)
+    return st.builds(
+        LayoutPolicy, target_chunk_nbytes=sizes, min_chunk_nbytes=st.integers(0, 4), few_files=st.integers(0, 4)
     )
 
 

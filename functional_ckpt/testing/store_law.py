@@ -171,6 +171,7 @@ class _StoreMachine(RuleBasedStateMachine):
         store: Any = self.store
         old = store.stamp(name)
         if old is None:
+            self.stamp_of_new(name, data)
             return
         stamp = store.replace(name, data + b"1", old)
         require(stamp is not None, f"{name}: replace refuses the stamp of what is there")
@@ -178,6 +179,14 @@ class _StoreMachine(RuleBasedStateMachine):
         self.model[name] = data + b"1"
         refused = store.replace(name, other + b"2", old)
         require(refused is None, f"{name}: replace writes over what has changed meanwhile")
+
+    def stamp_of_new(self, name: str, data: bytes) -> None:
+        """Create an object by `replace`, as a claim is; then it must be refused to create it once more."""
+        store: Any = self.store
+        stamp = store.replace(name, data, None)
+        require(stamp is not None and store.stamp(name) == stamp, f"{name}: replace returns no stamp of a new object")
+        self.model[name] = data
+        require(store.refuses(name, data + b"3"), f"{name}: an object was written over although it must be new")
 
     @rule(name=names)
     def race(self, name: str) -> None:

@@ -13,6 +13,7 @@ dict_keys(['w'])
 
 from functional_ckpt.testing.faults import Fault, corruptions, mangled_manifests
 from functional_ckpt.testing.plans import (
+    joining_policies,
     json_values,
     layout_policies,
     manifests,
@@ -70,6 +71,7 @@ __all__ = [
     "flat_splits",
     "grid_tilings",
     "guillotine_tilings",
+    "joining_policies",
     "json_values",
     "keys",
     "layout_policies",

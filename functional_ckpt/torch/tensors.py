@@ -21,8 +21,9 @@ from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
-from functional_ckpt.store.buffer import Buffer, HostBuffer, copy_cast
+from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
+from functional_ckpt.torch.devices import copier_of
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
 __all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
@@ -83,9 +84,17 @@ class DeviceBuffer:
         copy_cast(host, values)
         piece.copy_(to_torch(host, name))
 
-    def staged(self) -> Buffer:
-        """Return a copy on the host."""
-        return HostBuffer(host_view(self.tensor.cpu()))
+    def form(self) -> Array:
+        """Return an array of the tensor's shape and data type, of one element that repeats."""
+        return np.broadcast_to(np.empty((), numpy_dtype(DTYPE_NAMES[self.tensor.dtype])), tuple(self.tensor.shape))
+
+    def copier(self) -> Copier | None:
+        """Return the device's copier."""
+        return copier_of(self.tensor.device)
+
+    def copy_to(self, into: Array) -> None:
+        """Begin to copy the tensor to memory of the host, on the stream that is current."""
+        to_torch(into, DTYPE_NAMES[self.tensor.dtype]).copy_(self.tensor, non_blocking=True)
 
     def memory(self) -> tuple[Hashable, View]:
         """Return where the tensor is."""
@@ -125,12 +134,12 @@ class TorchLeaves:
         if isinstance(leaf, LocalTensors):
             for tensor in leaf.data:
                 _check_fillable(key, tensor, rank)
-            return Target(_held_shards(key, leaf, leaf.data), lambda: leaf)
+            return Target(_held_shards(key, leaf, leaf.data), leaf)
         _check_type(key, leaf)
         leaf = _allocated(leaf, device) if leaf.is_meta else leaf
         local = _local(leaf)
         _check_fillable(key, local, rank)
-        return Target(self._held(key, leaf, local), lambda: leaf)
+        return Target(self._held(key, leaf, local), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""

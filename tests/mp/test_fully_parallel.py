@@ -134,6 +134,6 @@ def gathers(path, cached):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_specs_are_gathered_to_check_and_deal_them_and_to_plan_once(two, tmp_path, cached):
-    """What checks them hands them to what deals them; plans of equal saves are remembered."""
-    assert two.run(gathers, tmp_path, cached) == [[2, 1, 1]] * 2
+def test_specs_are_gathered_to_check_them_and_to_plan_and_never_again(two, tmp_path, cached):
+    """What checks them hands them to what deals them; the checks and plans of equal saves are remembered."""
+    assert two.run(gathers, tmp_path, cached) == [[2, 0, 0]] * 2

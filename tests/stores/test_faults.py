@@ -183,7 +183,7 @@ _REFUSALS = {
     "nobucket": "Check the bucket",
     "region": "Check the region",
     "elsewhere": "Check the region",
-    "503": "fewer in_flight",
+    "503": "a lower concurrency",
     "reset": "Check the endpoint and the network",
 }
 

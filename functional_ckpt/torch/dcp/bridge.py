@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from functional_ckpt.errors import SpecError, UnsupportedLeafError
 from functional_ckpt.plan.manifest import Manifest, RankItem, canonical
+from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import DictKey, Path
 from functional_ckpt.store.values import decode_value, encode_value, is_plain
@@ -212,16 +213,17 @@ def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
     values = [value for value in manifest.values if value.text not in _EMPTY_DICTS]
     found: dict[str, Any] = {value.key: BytesStorageMetadata() for value in values}
     for key, entry in manifest.by_key.items():
-        found[key] = BytesStorageMetadata() if entry.codec is not None else TensorStorageMetadata(
-            properties=TensorProperties(dtype=TORCH_DTYPES[entry.spec.dtype]),
-            size=torch.Size(entry.spec.shape),
-            chunks=[chunk_of(entry.spec.box)],
-        )  # fmt: skip
+        found[key] = _tensor_metadata(entry.spec) if entry.codec is None else BytesStorageMetadata()
     kept = json.loads(manifest.attributes).get(_ATTRIBUTE)
     data = decode_value(kept["planner_data"]) if isinstance(kept, dict) and "planner_data" in kept else paths(manifest)
     metadata = Metadata(state_dict_metadata=found, planner_data=data)
     stamp(metadata, url)
     return metadata
+
+
+def _tensor_metadata(spec: ArraySpec) -> TensorStorageMetadata:
+    properties = TensorProperties(dtype=TORCH_DTYPES[spec.dtype])
+    return TensorStorageMetadata(properties=properties, size=torch.Size(spec.shape), chunks=[chunk_of(spec.box)])
 
 
 def paths(manifest: Manifest) -> dict[str, tuple[Any, ...]]:
@@ -259,9 +261,11 @@ def with_planner_data(manifest: Manifest, data: Any) -> Manifest:
         return manifest
     if not is_plain(data):
         raise UnsupportedLeafError(
-            "the planner's data are not plain values", "planner_data", found=type(data).__name__,
+            "the planner's data are not plain values",
+            "planner_data",
+            found=type(data).__name__,
             remedy="Use dicts, lists, tuples, text and numbers",
-        )  # fmt: skip
+        )
     attributes = {**json.loads(manifest.attributes), _ATTRIBUTE: {"planner_data": encode_value(data)}}
     return attrs.evolve(manifest, attributes=canonical(attributes))
 

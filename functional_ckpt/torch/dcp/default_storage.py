@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from functional_ckpt.errors import SpecError
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.policy import LoadPolicy, SavePolicy
+from functional_ckpt.store.encoding import METADATA_FILE, ROOT
 from functional_ckpt.store.opening import directory_of, local_path
-from functional_ckpt.store.target import METADATA_FILE, ROOT, is_of_dcp
+from functional_ckpt.store.target import is_of_dcp
 from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, StorageReader, StorageWriter
 from functional_ckpt.torch.dcp.planner import check_unused
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
@@ -80,9 +81,7 @@ class Installed:
         self.undo()
 
 
-def install(
-    save_policy: SavePolicy = INSTALLED_SAVE_POLICY, load_policy: LoadPolicy = LoadPolicy()
-) -> Installed:  # fmt: skip
+def install(save_policy: SavePolicy = INSTALLED_SAVE_POLICY, load_policy: LoadPolicy = LoadPolicy()) -> Installed:
     """Let ``torch.distributed.checkpoint`` use the storage of this library for every path, in this process.
 
     It does where a program passes only ``checkpoint_id``, or makes a ``FileSystemWriter`` or ``FileSystemReader`` of

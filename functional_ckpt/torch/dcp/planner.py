@@ -20,7 +20,7 @@ from functional_ckpt.errors import (
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.plan.load import ArrayRead, plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
-from functional_ckpt.plan.mismatch import listed
+from functional_ckpt.plan.mismatch import quoted
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.objects import object_from_bytes
 from functional_ckpt.run.policy import LoadPolicy
@@ -48,9 +48,14 @@ from functional_ckpt.torch.dcp.bridge import (
 from functional_ckpt.torch.tensors import DTYPE_NAMES, TORCH_DTYPES
 
 __all__ = [
-    "StrictLoadPlanner", "StrictSavePlanner", "check_unused", "global_save_plan", "load_plan", "local_numel",
+    "StrictLoadPlanner",
+    "StrictSavePlanner",
+    "check_unused",
+    "global_save_plan",
+    "load_plan",
+    "local_numel",
     "local_save_plan",
-]  # fmt: skip
+]
 
 
 def local_save_plan(shards: Iterable[ShardSpec], objects: Iterable[str] = ()) -> SavePlan:
@@ -187,11 +192,14 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         """Check that some rank wants every key that is stored."""
         wanted = {key for plan in global_plan for key in plan.planner_data or ()}
         unexpected = [
-            KeyMismatchError("the checkpoint has a key that no rank wants", key,
-                             remedy="Pass LoadPolicy(strict=Strict(unexpected='ignore'))")
+            KeyMismatchError(
+                "the checkpoint has a key that no rank wants",
+                key,
+                remedy="Pass LoadPolicy(strict=Strict(unexpected='ignore'))",
+            )
             for key in self._metadata().state_dict_metadata
             if key not in wanted
-        ]  # fmt: skip
+        ]
         _act(self.policy.strict.unexpected, unexpected)
         return super().create_global_plan(global_plan)
 
@@ -258,7 +266,7 @@ def _act(action: str, problems: Sequence[ProblemError]) -> None:
     if action == "raise":
         raise_problems(problems)
     elif action == "report" and problems:
-        report(f"{problems[0].what}: {listed([problem.key or '' for problem in problems])}")
+        report(f"{problems[0].what}: {quoted([problem.key or '' for problem in problems])}")
 
 
 def _gaps(wanted: Mapping[str, Any], items: Iterable[ReadItem]) -> list[ProblemError]:

@@ -16,7 +16,7 @@ from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, Unsup
 from functional_ckpt.run.leaves import HeldArray
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.strided import View
-from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.buffer import Buffer, Copier
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.torch.dcp.bridge import DefaultSavePlanner, WriteItem
 from functional_ckpt.torch.tensors import TORCH_LEAVES
@@ -102,9 +102,13 @@ class PlannedBuffer:
         """Raise: a change would have no effect."""
         raise SpecError("a tensor of a planner is read-only", self.item.index.fqn)
 
-    def staged(self) -> Buffer:
-        """Return a copy on the host."""
-        return self._now().staged()
+    def form(self) -> Array:
+        """Return the form of a copy on the host."""
+        return self._now().form()
+
+    def copier(self) -> Copier | None:
+        """Return who copies the tensor to the host."""
+        return self._now().copier()
 
     def memory(self) -> tuple[Hashable, View]:
         """Return where the tensor is now."""

@@ -49,7 +49,6 @@ from functional_ckpt.torch.dcp.bridge import (
     write_result,
 )
 from functional_ckpt.torch.dcp.items import captured_plan
-from functional_ckpt.torch.dcp.rank_local import with_pure_grid
 from functional_ckpt.torch.dcp.storage_reader import ZarrStorageReader, has_store
 from functional_ckpt.torch.dcp.writing import Writing, abandon_left
 from functional_ckpt.torch.group.link import Link, announce, announced, member_link
@@ -60,6 +59,8 @@ __all__ = ["StorageReader", "StorageWriter", "WriteResult", "ZarrStorageReader",
 _SAVE_POLICY = SavePolicy(object_codec="torch")
 _PLANS = PlanMemory()
 _PURPOSE = "dcp"
+# No chunk with one writer is ever this large, so that arrays with several writers always get shared chunks.
+_UNREACHABLE_NBYTES = 2**62
 
 
 class ZarrStorageWriter(StorageWriter):
@@ -157,7 +158,7 @@ class ZarrStorageWriter(StorageWriter):
     def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
         link = self._link(plan)
         held: list[Captured] = []
-        policy = self.policy if self._with_collectives else with_pure_grid(self.policy)
+        policy = self.policy if self._with_collectives else _with_pure_grid(self.policy)
 
         def describe() -> Captured:
             held.append(self._captured(plan, planner, policy, link))
@@ -227,9 +228,11 @@ class ZarrStorageWriter(StorageWriter):
         _SEEN.update([save_id] if save_id is not None else [])
         if self._is_coordinator and self._with_collectives and len(members) != self._count:
             raise SpecError(
-                "cached plans do not contain the ranks that save", expected=f"{self._count} ranks", found=members,
+                "cached plans do not contain the ranks that save",
+                expected=f"{self._count} ranks",
+                found=members,
                 remedy="Turn plan caching off, or save with the default process group",
-            )  # fmt: skip
+            )
         # Other ranks may still wait in a save that failed on this one: the next save uses its own connections.
         if not self._with_collectives:
             return member_link(members, f"{_PURPOSE} without collectives")
@@ -264,6 +267,17 @@ def _members_of(plans: list[SavePlan]) -> tuple[int, ...] | None:
     if len(told) == len(plans) and all(len(ranks) == 1 for ranks in told):
         return tuple(ranks[0] for ranks in told)
     return tuple(range(len(plans))) if len(plans) == dist.get_world_size() else None
+
+
+def _with_pure_grid(policy: SavePolicy) -> SavePolicy:
+    """Return a policy under which the grid of an array depends on its key, shape and data type only.
+
+    Without its collectives DCP exchanges no plans. Each rank finds the place of its part without the specs of the
+    others, and several ranks may write into one chunk under a lock.
+    """
+    one_size = policy.layout.shared_chunk_nbytes
+    layout = attrs.evolve(policy.layout, min_chunk_nbytes=_UNREACHABLE_NBYTES, target_chunk_nbytes=one_size)
+    return attrs.evolve(policy, layout=layout)
 
 
 def _nbytes(item: WriteItem, spec: ArraySpec | None) -> int:

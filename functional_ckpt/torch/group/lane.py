@@ -179,7 +179,7 @@ class Lane:
             self._board.put(f"{name}/{place}", json.dumps(attrs.asdict(mine)), _BOARD_S)
             # Closing the connections wakes up the waiting ranks, which then leave their notes.
             self.hang_up()
-            return self._told(mine, self._replies()) if asks else _broken(mine, (), ())
+            return self._verdict(mine, self._replies()) if asks else _broken(mine, (), ())
         except ConnectionError:  # the store died with the rank that hosted it: there are no notes
             self.hang_up()
             return _broken(mine, () if lost is None else (lost,), ())
@@ -200,7 +200,7 @@ class Lane:
             time.sleep(_GRACE_S / 25)
         return self._notes
 
-    def _told(self, mine: _Note, notes: Sequence[_Note]) -> CheckpointError:
+    def _verdict(self, mine: _Note, notes: Sequence[_Note]) -> CheckpointError:
         """Return the error that the notes of the ranks add up to."""
         if any(note.is_mixed for note in notes):
             called = {note.rank: f"rank {note.rank}: {note.what}" for note in notes}

@@ -25,8 +25,8 @@ def access_of(*strategies: Any) -> StorePolicy:
     --------
     >>> from functional_ckpt import LoadPolicy
     >>> from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy
-    >>> policy = LoadPolicy(store=StorePolicy(in_flight=8))
-    >>> access_of(None, ZarrLoadShardedStrategy(policy=policy)).in_flight
+    >>> policy = LoadPolicy(store=StorePolicy(concurrency=8))
+    >>> access_of(None, ZarrLoadShardedStrategy(policy=policy)).concurrency
     8
     """
     silent = StorePolicy()

@@ -17,9 +17,9 @@ from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.beside import BESIDE, bound_beside, digests_beside, require_beside
 from functional_ckpt.store.claims import take_claim
-from functional_ckpt.store.commit import MANIFEST, ROOT, clear_in_place
+from functional_ckpt.store.commit import clear_in_place
 from functional_ckpt.store.directories import check_exchange, remove_tree, sync_directory, why_fixed
-from functional_ckpt.store.encoding import node_name
+from functional_ckpt.store.encoding import MANIFEST, ROOT, node_name
 from functional_ckpt.store.file_claim import Claim
 from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.store.reading import read_manifest
@@ -204,9 +204,9 @@ def _make_way_among_objects(store: Store, stale: Sequence[str], access: StorePol
 
     if not left():
         return
-    claim = take_claim(store, new_save_id(), False)
+    claim, there = take_claim(store, new_save_id(), False)
     try:
-        clear_in_place(store, claim.label)
+        clear_in_place(store, claim.label, there)
         for name in stale:
             clear_in_place(open_store(below(store.url, name), access=access), "")
         store.delete(left())

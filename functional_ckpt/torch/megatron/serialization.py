@@ -16,7 +16,7 @@ from functional_ckpt.errors import (
     ReplacedError,
     SpecError,
 )
-from functional_ckpt.run.comm import Gather, agree, turn_of
+from functional_ckpt.run.comm import TIMEOUT_S, Gather, agree, turn_of
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.opening import directory_of, open_store
@@ -72,7 +72,6 @@ __all__ = [
 CkptShardedMetadata: TypeAlias = dict[str, Any]
 _Named: TypeAlias = tuple[str, int] | None
 
-_TIMEOUT_S = 600.0
 _CONTENT = "content_metadata"
 
 
@@ -352,7 +351,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
 
 def _gather(purpose: str, checkpoint_dir: str | Path) -> Gather:
     # Lanes of their own: the functions called below use other lanes, with calls of their own.
-    return torch_gather(None, _TIMEOUT_S, f"serialization.{purpose}", f"{purpose} of {named(checkpoint_dir)}")
+    return torch_gather(None, TIMEOUT_S, f"serialization.{purpose}", f"{purpose} of {named(checkpoint_dir)}")
 
 
 def _metadata(

@@ -17,6 +17,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.plan.check import check_conflicts
+from functional_ckpt.plan.fingerprint import fingerprint
 from functional_ckpt.plan.save import check_main_replicas
 from functional_ckpt.run.comm import Gather, agree, together
 from functional_ckpt.spec.table import ShardTable
@@ -43,6 +44,10 @@ __all__ = [
     "report_mismatches",
     "validate_sharding_integrity",
 ]
+
+
+#: What the last check that found no problem was of, by rank: a digest of what all ranks held, and their shards.
+_CHECKED: dict[int, tuple[bytes, list[ShardTable]]] = {}
 
 
 class StrictHandling(Enum):
@@ -161,7 +166,8 @@ class _Cell:
 def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) -> list[ShardTable]:
     """Check that the main copies of all ranks cover every tensor and every grid of objects exactly once.
 
-    Returns the gathered shards of tensors of each rank.
+    Returns the shards of tensors of each rank. The specs are gathered, unless all ranks hold what they held when they
+    last passed this check.
 
     Raises
     ------
@@ -179,11 +185,25 @@ def validate_sharding_integrity(sharded_part: ShardedStateDict, gather: Gather) 
     ...
     functional_ckpt.errors.GapError: no rank holds some cells: key 'w', shape (6,), offset (0,)...
     """
-    held = together(gather, lambda: _held(sharded_part, gather.rank))
+    mine: list[tuple[ShardTable, tuple[_Cell, ...]]] = []
+    checked, tables = _CHECKED.get(gather.rank, (b"", []))
+
+    def describe() -> tuple[bytes, bytes]:
+        mine.append(_held(sharded_part, gather.rank))
+        return fingerprint(*mine), checked
+
+    proposals = together(gather, describe)
+    world = fingerprint(tuple(each for each, _ in proposals))
+    # If one rank does not remember this world, all gather: otherwise it would wait for specs that no rank sends.
+    if all(known == world for _, known in proposals):
+        return tables
+    held = together(gather, lambda: mine[0])
     # One rank checks, since all would find the same problems; all ranks raise them.
     found = together(gather, lambda: _problems(held) if gather.rank == 0 else [])
     raise_problems(found[0])
-    return [table for table, _ in held]
+    tables = [table for table, _ in held]
+    _CHECKED[gather.rank] = world, tables
+    return tables
 
 
 def check_integrity(
@@ -206,15 +226,15 @@ def check_integrity(
     return validate_sharding_integrity(sharded, gather)
 
 
-def _held(sharded_part: ShardedStateDict, rank: int) -> tuple[ShardTable, list[_Cell]]:
+def _held(sharded_part: ShardedStateDict, rank: int) -> tuple[ShardTable, tuple[_Cell, ...]]:
     """Return this rank's shards of tensors and main copies of objects."""
     leaves = list(leaves_of(sharded_part))
     objects = [as_object(leaf) for leaf in leaves if is_object(leaf)]
     cells = [_Cell(o.key, o.unique_key, prod(o.global_shape)) for o in objects if is_main_replica(o.replica_id)]
-    return ShardTable.of(rank, [as_tensor(leaf).spec for leaf in leaves if is_tensor(leaf)]), cells
+    return ShardTable.of(rank, [as_tensor(leaf).spec for leaf in leaves if is_tensor(leaf)]), tuple(cells)
 
 
-def _problems(held: Sequence[tuple[ShardTable, list[_Cell]]]) -> list[ProblemError]:
+def _problems(held: Sequence[tuple[ShardTable, tuple[_Cell, ...]]]) -> list[ProblemError]:
     table, conflicts = ShardTable.join([table for table, _ in held])
     found = [*map(asserted, check_conflicts(conflicts)), *check_main_replicas(table)]
     grids: dict[str, list[tuple[int, _Cell]]] = {}

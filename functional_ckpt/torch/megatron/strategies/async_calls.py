@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import attrs
 
 from functional_ckpt.errors import CheckpointError, SpecError, raise_problems
-from functional_ckpt.run.comm import Gather, LocalGather, agree
+from functional_ckpt.run.comm import TIMEOUT_S, Gather, LocalGather, agree
 from functional_ckpt.torch.group.link import torch_gather
 from functional_ckpt.torch.megatron.exceptions import SpecAssertionError
 
 __all__ = ["AsyncCallsQueue", "AsyncRequest"]
 
-_TIMEOUT_S = 600.0
 # How long a rank waits for its own work before it exchanges a message with the others, which shows that it is alive.
 _BEAT_S = 0.2
 
@@ -81,7 +80,7 @@ class AsyncRequest(NamedTuple):
         CheckpointingException
             The failures of all ranks. Functions after a failure are not called.
         """
-        gather = torch_gather(None, _TIMEOUT_S, "queue", "AsyncRequest.execute_sync")
+        gather = torch_gather(None, TIMEOUT_S, "queue", "AsyncRequest.execute_sync")
         agree(gather, lambda: self._run(self._arguments()))
         self._finalize(gather)
 
@@ -134,7 +133,7 @@ class AsyncCallsQueue:
     [0]
     """
 
-    def __init__(self, persistent: bool = False, *, process_group: Any = None, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, persistent: bool = False, *, process_group: Any = None, timeout_s: float = TIMEOUT_S) -> None:
         self._persistent = persistent
         self._process_group = process_group
         self._timeout_s = timeout_s

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from functional_ckpt.errors import NotImplementedYet, PolicyError
+from functional_ckpt.torch.megatron.halves import BACKEND, VERSION
 from functional_ckpt.torch.megatron.sharded_base import CheckpointingException, ShardedStateDict, StateDict
 from functional_ckpt.torch.megatron.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 
@@ -20,6 +21,7 @@ __all__ = [
     "LoadCommonStrategy",
     "LoadShardedStrategy",
     "LoadStrategyBase",
+    "ReadsOneFormat",
     "SaveCommonStrategy",
     "SaveShardedStrategy",
     "SaveStrategyBase",
@@ -87,6 +89,22 @@ class SaveStrategyBase(ABC):  # noqa: B024 - its two subclasses have different a
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.backend}, {self.version})"
+
+
+class ReadsOneFormat(LoadStrategyBase):
+    """The checks of strategies that read one version of one format, by default that of functional_ckpt."""
+
+    reads = (BACKEND, VERSION)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise `CheckpointingException` unless this strategy reads the format."""
+        if loaded_backend != self.reads[0]:
+            raise PolicyError("this strategy reads another format", expected=self.reads[0], found=loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise `CheckpointingException` unless this strategy reads the version."""
+        if loaded_version != self.reads[1]:
+            raise PolicyError("this strategy reads another version", expected=self.reads[1], found=loaded_version)
 
 
 class LoadCommonStrategy(LoadStrategyBase):
@@ -196,7 +214,6 @@ default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(d
 async_calls = AsyncCallsQueue()
 
 _BUILT_IN = ("functional_ckpt.torch.megatron.strategies.zarr", "functional_ckpt.torch.megatron.strategies.common_file")
-_BACKEND, _VERSION = "functional_ckpt", 1
 _METHODS = {
     StrategyAction.LOAD_COMMON: "load_common",
     StrategyAction.LOAD_SHARDED: "load",
@@ -233,7 +250,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     return known[backend, version]
 
 
-def get_default_save_sharded_strategy(backend: str = _BACKEND, version: int = _VERSION) -> SaveShardedStrategy:
+def get_default_save_sharded_strategy(backend: str = BACKEND, version: int = VERSION) -> SaveShardedStrategy:
     """Return the strategy that `save` uses by default for the sharded half.
 
     Examples
@@ -244,7 +261,7 @@ def get_default_save_sharded_strategy(backend: str = _BACKEND, version: int = _V
     return get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)  # type: ignore[no-any-return]
 
 
-def get_default_save_common_strategy(backend: str = _BACKEND, version: int = _VERSION) -> SaveCommonStrategy:
+def get_default_save_common_strategy(backend: str = BACKEND, version: int = VERSION) -> SaveCommonStrategy:
     """Return the strategy that `save` uses by default for the common half.
 
     Examples

@@ -14,6 +14,7 @@ from functional_ckpt.torch.megatron.halves import COMMON_FILE
 from functional_ckpt.torch.megatron.sharded_base import ShardedStateDict, StateDict
 from functional_ckpt.torch.megatron.strategies.base import (
     LoadCommonStrategy,
+    ReadsOneFormat,
     StrategyAction,
     register_built_in_strategy,
 )
@@ -23,7 +24,7 @@ __all__ = ["TorchLoadCommonStrategy"]
 _BACKEND, _VERSION = "torch", 1
 
 
-class TorchLoadCommonStrategy(LoadCommonStrategy):
+class TorchLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
     """Loads the common half from Megatron's ``common.pt``, on every rank. It does not handle sharded objects.
 
     Parameters
@@ -42,18 +43,10 @@ class TorchLoadCommonStrategy(LoadCommonStrategy):
     {'step': 3}
     """
 
+    reads = (_BACKEND, _VERSION)
+
     def __init__(self, *, safe_globals: Any = (), store: StorePolicy = StorePolicy()) -> None:
         self.policy = LoadPolicy(safe_globals=safe_globals, store=store)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise `CheckpointingException` unless the common half is such a file."""
-        if loaded_backend != _BACKEND:
-            raise PolicyError("this strategy reads another format", expected=_BACKEND, found=loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise `CheckpointingException` unless this library reads the version."""
-        if loaded_version != _VERSION:
-            raise PolicyError("this strategy reads another version", expected=_VERSION, found=loaded_version)
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Return the common half, tensors on the CPU.

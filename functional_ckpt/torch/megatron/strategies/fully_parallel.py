@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import PolicyError
-from functional_ckpt.run.comm import Gather, agree, together
+from functional_ckpt.run.comm import TIMEOUT_S, Gather, agree, together
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import ShardTable
 from functional_ckpt.torch.group.link import torch_gather
@@ -25,8 +25,6 @@ from functional_ckpt.torch.megatron.strategies.base import (
 from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy
 
 __all__ = ["FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper", "knowing"]
-
-_TIMEOUT_S = 600.0
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
@@ -91,7 +89,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         CheckpointingException
             On every rank of the group, if any rank has a leaf whose fields contradict each other.
         """
-        gather = torch_gather(self.parallelization_group, _TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
+        gather = torch_gather(self.parallelization_group, TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
         mine = self.cached_distribution if self.do_cache_distribution else None
         if mine is None:
             mine = _dealt(self._held(sharded_state_dict, gather), gather.rank)

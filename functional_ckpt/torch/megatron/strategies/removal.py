@@ -12,9 +12,9 @@ import attrs
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, KeyMismatchError, PolicyError, add_notes
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.store.base import storage_errors
-from functional_ckpt.store.commit import MANIFEST, ROOT, Site, abandon, manifest_digest, root_metadata
+from functional_ckpt.store.commit import Site, abandon, manifest_digest, root_metadata
 from functional_ckpt.store.directories import Identity, identity_of
-from functional_ckpt.store.encoding import array_metadata, node_name
+from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
 from functional_ckpt.store.file_claim import Claim
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import directory_of, local_path

@@ -11,7 +11,6 @@ import attrs
 import numpy as np
 
 from functional_ckpt.api import async_save, load, named, save
-from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.arguments import check_policy
@@ -53,6 +52,7 @@ from functional_ckpt.torch.megatron.strategies.base import (
     AsyncSaveShardedStrategy,
     LoadCommonStrategy,
     LoadShardedStrategy,
+    ReadsOneFormat,
     SaveCommonStrategy,
     StrategyAction,
     register_built_in_strategy,
@@ -187,21 +187,7 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
         return leaves[0], attributes, attrs.evolve(self.policy, commit=commit)
 
 
-class _Compatible:
-    """The checks of both load strategies."""
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise `CheckpointingException` unless the format is that of functional_ckpt."""
-        if loaded_backend != BACKEND:
-            raise PolicyError("this strategy reads another format", expected=BACKEND, found=loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise `CheckpointingException` unless this library reads the version."""
-        if loaded_version != VERSION:
-            raise PolicyError("this strategy reads another version", expected=VERSION, found=loaded_version)
-
-
-class ZarrLoadShardedStrategy(_Compatible, LoadShardedStrategy):
+class ZarrLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
     """Loads `ShardedTensor` and `ShardedObject` leaves, under any sharding of the tensors.
 
     Parameters
@@ -336,7 +322,7 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
         ZarrSaveShardedStrategy(policy=self.policy).save(sharded_objects_state_dict, below(checkpoint_dir, OBJECTS))
 
 
-class ZarrLoadCommonStrategy(_Compatible, LoadCommonStrategy):
+class ZarrLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
     """Loads the common half, on every rank.
 
     Parameters
