@@ -1,6 +1,7 @@
 """States of training without any data: models in bfloat16 and three copies in float32, as many ranks hold them."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import attrs
 import numpy as np
@@ -77,12 +78,13 @@ MODELS = (
 RANKS = (8, 64, 512, 4096, 16384)
 
 
-def specs(model: Model) -> list[tuple[ArraySpec, str]]:
+@cache
+def specs(model: Model) -> tuple[tuple[ArraySpec, str], ...]:
     """All arrays, each with how tensor parallelism cuts it."""
     parameters = list(model.parameters())
-    return [
+    return tuple(
         (ArraySpec(f"{copy}.{name}", shape, dtype), cut) for copy, dtype in COPIES for name, shape, cut in parameters
-    ]
+    )
 
 
 def fsdp(model: Model, ranks: int) -> list[PlacedArray]:
@@ -94,7 +96,9 @@ def fsdp(model: Model, ranks: int) -> list[PlacedArray]:
 def tp_fsdp(model: Model, ranks: int) -> list[PlacedArray]:
     """Tensor parallelism within nodes and FSDP2 over them: rows that both cut are strided."""
     mesh = Mesh((ranks // TP, TP), tuple(range(ranks)))
-    return [PlacedArray(spec, Sharding(mesh, _placements(len(spec.shape), cut))) for spec, cut in specs(model)]
+    kinds = {(len(spec.shape), cut) for spec, cut in specs(model)}
+    shardings = {kind: Sharding(mesh, _placements(*kind)) for kind in kinds}
+    return [PlacedArray(spec, shardings[len(spec.shape), cut]) for spec, cut in specs(model)]
 
 
 def _placements(ndim: int, cut: str) -> tuple[Placement, Placement]:

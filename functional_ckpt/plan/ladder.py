@@ -8,15 +8,16 @@
 3. *shared*: small chunks that several ranks write in part, by an atomic read-modify-write. Taken where ranks cannot
    exchange data and the store supports it.
 
-A checkpoint whose exclusive chunks would be too many files joins neighbouring ones to owned chunks, no larger than it
-takes: what is joined has to move between ranks.
+In a checkpoint that would have too many files the smallest exclusive chunks are joined with their neighbours to owned
+ones, and no more of them than it takes. The smallest come first: to have one file less, ranks send as many bytes as it
+has.
 
 The choice depends on boxes, data types and the policy, not on ranks or their order.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from math import gcd, prod
 from typing import TypeAlias
 
@@ -25,7 +26,7 @@ from functional_ckpt.plan.layout import ArrayPlan, Layout, LayoutPolicy, subdivi
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box
 
-__all__ = ["array_plans", "choose_layout", "exclusive_chunk", "layout_of_faces", "least_joined_nbytes"]
+__all__ = ["array_plans", "choose_layout", "exclusive_chunk", "layout_of_faces", "least_kept_nbytes"]
 
 #: Shape, bytes of an element and faces of an array.
 Cut: TypeAlias = tuple[tuple[int, ...], int, tuple[int, ...]]
@@ -51,7 +52,7 @@ def choose_layout(
     """
     chunk, faced = exclusive_chunk(array.shape, boxes)
     faces = tuple(extent if has_faces else 0 for extent, has_faces in zip(chunk, faced, strict=True))
-    least = least_joined_nbytes({(array.shape, array.itemsize, faces): 1}, policy) if owned_ok else 0
+    least = least_kept_nbytes({(array.shape, array.itemsize, faces): 1}, policy) if owned_ok else 0
     return layout_of_faces(array, faces, policy, shared_ok, owned_ok, least)
 
 
@@ -69,12 +70,13 @@ def array_plans(
 
     Examples
     --------
-    >>> w = ArraySpec("w", (64, 2**18), "int8")  # 16 MiB, on 16 ranks
-    >>> [array_plans([w], [(4, 0)], LayoutPolicy(few_files=n))[0][0].layout.chunk[0] for n in (17, 9, 0)]
-    [4, 8, 64]
+    >>> w, b = (ArraySpec(key, (rows, 2**20), "int8") for key, rows in (("w", 64), ("b", 16)))
+    >>> faces = [(4, 0), (1, 0)]  # 16 ranks: 4 MiB and 1 MiB on each
+    >>> [[p.layout.chunk[0] for p in array_plans([w, b], faces, LayoutPolicy(few_files=n))[0]] for n in (34, 20, 0)]
+    [[4, 1], [4, 16], [32, 16]]
     """
     cuts: list[Cut] = [(spec.shape, spec.itemsize, tuple(cut)) for spec, cut in zip(arrays, faces, strict=True)]
-    least = least_joined_nbytes(Counter(cuts), policy) if owned_ok else 0
+    least = least_kept_nbytes(Counter(cuts), policy) if owned_ok else 0
     known: dict[object, Layout] = {}
     plans: list[ArrayPlan] = []
     problems: list[LayoutError] = []
@@ -89,31 +91,30 @@ def array_plans(
     return tuple(plans), tuple(problems)
 
 
-def least_joined_nbytes(cuts: "Counter[Cut] | dict[Cut, int]", policy: LayoutPolicy) -> int:
-    """Return the size below which exclusive chunks are joined, 0 for none, of a checkpoint that has so many arrays.
+def least_kept_nbytes(cuts: Mapping[Cut, int], policy: LayoutPolicy) -> int:
+    """Return the size below which exclusive chunks are joined, 0 for none; `cuts` has the number of arrays of each cut.
 
-    Of the sizes 0, twice the minimum, four times, ..., half the target it is the first that leaves `few_files` files at
-    most, or two for each target of bytes and two for each array. The last one always does.
+    It is the smallest that leaves at most `few_files` files, or two for each target of bytes and two for each array.
+    Half the target always does.
 
     Examples
     --------
-    >>> least_joined_nbytes({((64, 2**18), 1, (4, 0)): 1}, LayoutPolicy(few_files=9)) // 2**20
-    2
+    >>> least_kept_nbytes({((64, 2**20), 1, (4, 0)): 1, ((16, 2**20), 1, (1, 0)): 1}, LayoutPolicy(few_files=20))
+    1048577
     """
     nbytes = sum(prod(shape) * itemsize * arrays for (shape, itemsize, _), arrays in cuts.items())
     bound = 2 * nbytes // policy.target_chunk_nbytes + 2 * sum(cuts.values())
     most = max(policy.few_files, bound)
-    half = max(policy.min_chunk_nbytes, -(-policy.target_chunk_nbytes // 2))
-    sizes, size = [0], max(2 * policy.min_chunk_nbytes, 1)
-    while size < half:
-        sizes.append(size)
-        size *= 2
-    sizes.append(half)
-
-    def suffices(least: int) -> bool:
-        return sum((1 + _count(cut[0], _grid(cut, policy, least)[1])) * n for cut, n in cuts.items()) <= most
-
-    return sizes[bisect_left(sizes, True, hi=len(sizes) - 1, key=suffices)]
+    kept = {cut: _count(cut[0], _grid(cut, policy)[1]) for cut in cuts}
+    files = sum((1 + kept[cut]) * arrays for cut, arrays in cuts.items())
+    least = 0
+    sizes = {cut: prod(cut[0]) * cut[1] // count for cut, count in kept.items() if count}
+    for size, alike in groupby(sorted(sizes, key=sizes.__getitem__), sizes.__getitem__):
+        if files <= most:
+            break
+        least = size + 1
+        files += sum((_count(cut[0], _grid(cut, policy, least)[1]) - kept[cut]) * cuts[cut] for cut in alike)
+    return least
 
 
 def layout_of_faces(
@@ -122,11 +123,11 @@ def layout_of_faces(
     policy: LayoutPolicy,
     shared_ok: bool = True,
     owned_ok: bool = True,
-    least_joined: int = 0,
+    least_kept: int = 0,
 ) -> Layout:
     """Return the layout from `faces`: per axis the common divisor of all interior faces of boxes, 0 for none.
 
-    Exclusive chunks smaller than `least_joined` bytes are joined.
+    Exclusive chunks of less than `least_kept` bytes, on the average, are joined.
 
     Examples
     --------
@@ -136,7 +137,7 @@ def layout_of_faces(
     """
     stored = BITS.get(array.dtype, array.dtype) if policy.extended_dtypes == "bits" else array.dtype
     codecs = policy.codecs_of(array.key)
-    ownership, chunk = _grid((array.shape, array.itemsize, tuple(faces)), policy, least_joined)
+    ownership, chunk = _grid((array.shape, array.itemsize, tuple(faces)), policy, least_kept)
     if ownership == "exclusive" or owned_ok:
         return Layout(ownership, chunk, codecs, stored)
     whole = _positive(array.shape)
@@ -171,30 +172,32 @@ def exclusive_chunk(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[tuple[i
     return chunk, tuple(g > 0 for g in common)
 
 
-def _grid(cut: Cut, policy: LayoutPolicy, least: int) -> tuple[str, tuple[int, ...]]:
+def _grid(cut: Cut, policy: LayoutPolicy, least: int = 0) -> tuple[str, tuple[int, ...]]:
     """Return ownership, exclusive or owned, and chunk of an array."""
     shape, itemsize, faces = cut
-    whole, target = _positive(shape), policy.target_chunk_nbytes
+    nbytes, whole, target = prod(shape) * itemsize, _positive(shape), policy.target_chunk_nbytes
+    shard = tuple(face or n for face, n in zip(faces, whole, strict=True))
     if not any(faces):
         return "exclusive", _free(whole, itemsize, target)
-    shard = tuple(face or n for face, n in zip(faces, whole, strict=True))
     if prod(shard) * itemsize >= policy.min_chunk_nbytes:
-        joined = _joined(shard, whole, itemsize, least)
         faced = tuple(face > 0 for face in faces)
-        chunk = subdivide(joined, faced, itemsize, target, max(policy.min_chunk_nbytes, least))
-        # Where the array ends within chunks of several axes, they may be small on the average.
-        if not least or (_count(shape, chunk) - 1) * least <= prod(shape) * itemsize:
+        kept = subdivide(shard, faced, itemsize, target, policy.min_chunk_nbytes)
+        if nbytes >= least * _count(shape, kept):
+            return "exclusive", kept
+        half = -(-target // 2)
+        joined = _joined(shard, whole, itemsize, target)
+        chunk = subdivide(joined, faced, itemsize, target, half) if joined == shard else joined
+        # Where the array ends within shards along several axes, chunks of whole shards may hold little.
+        if (_count(shape, chunk) - 1) * half <= nbytes:
             return "exclusive" if joined == shard else "owned", chunk
     return "owned", _free(whole, itemsize, target)
 
 
-def _joined(shard: tuple[int, ...], whole: tuple[int, ...], itemsize: int, least: int) -> tuple[int, ...]:
-    """Return as many neighbours of `shard` as reach `least` bytes, along the leading axes: less than twice as much."""
-    joined = list(shard)
-    for axis, (extent, n) in enumerate(zip(shard, whole, strict=True)):
-        nbytes = prod(joined) * itemsize
-        joined[axis] = min(n, extent * max(1, -(-least // nbytes)))
-    return tuple(joined)
+def _joined(shard: tuple[int, ...], whole: tuple[int, ...], itemsize: int, target_nbytes: int) -> tuple[int, ...]:
+    """Return a chunk of as many neighbours of `shard` as the target takes."""
+    shards = tuple(-(-n // extent) for n, extent in zip(whole, shard, strict=True))
+    together = _free(shards, prod(shard) * itemsize, target_nbytes)
+    return tuple(min(n, extent * k) for n, extent, k in zip(whole, shard, together, strict=True))
 
 
 def _free(whole: tuple[int, ...], itemsize: int, target_nbytes: int) -> tuple[int, ...]:

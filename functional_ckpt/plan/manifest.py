@@ -19,7 +19,7 @@ from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_code
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
-from functional_ckpt.spec.array import BITS, ArraySpec, check_key
+from functional_ckpt.spec.array import BITS, ArraySpec, check_key, known_spec
 from functional_ckpt.spec.tree import DictKey, Path
 
 __all__ = [
@@ -291,7 +291,7 @@ def _array_to_json(entry: ArrayEntry) -> dict[str, Any]:
 
 def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
     shape, chunk = _ints(record["shape"]), _ints(record["chunk"])
-    spec = ArraySpec(_str(record["key"]), shape, _str(record["dtype"]))
+    spec = known_spec(_str(record["key"]), shape, _str(record["dtype"]))
     codecs = tuple(_str(c) for c in _list(record["codecs"])) if "codecs" in record else ()
     stored = _str(record.get("stored", spec.dtype))
     ownership = _str(record.get("ownership", "exclusive"))

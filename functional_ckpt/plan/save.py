@@ -241,6 +241,7 @@ def padded_chunks(arrays: Sequence[ArrayPlan], ndim: int) -> Ints:
 
     Examples
     --------
+    >>> from functional_ckpt.plan.layout import Layout
     >>> plan = ArrayPlan(ArraySpec("w", (5,), "float32"), Layout("exclusive", (4,), (), "float32"))
     >>> padded_chunks([plan], 2).tolist()
     [[1, 4]]

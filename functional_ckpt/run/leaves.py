@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
-from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.array import ArraySpec, known_spec
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.store.buffer import Buffer, HostBuffer
@@ -122,9 +122,7 @@ class NumpyLeaves:
 
     def accepts(self, leaf: object) -> bool:
         """Tell whether `leaf` is a numpy array, a scalar of a type that arrays of the format may have, or a spec."""
-        if isinstance(leaf, np.generic):
-            return has_dtype(leaf.dtype)
-        return isinstance(leaf, _NUMPY_TYPES)
+        return isinstance(leaf, _NUMPY_TYPES) or (isinstance(leaf, np.generic) and has_dtype(leaf.dtype))
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
@@ -193,7 +191,7 @@ def _torch_leaves() -> LeafAdapter:
 
 
 def _whole(key: str, array: Array, identity: Hashable) -> HeldArray:
-    spec = ArraySpec(key, array.shape, dtype_name(array.dtype, key))
+    spec = known_spec(key, array.shape, dtype_name(array.dtype, key))
     return HeldArray(spec, (HostBuffer(array),), True, identity)
 
 

@@ -17,7 +17,7 @@ from functional_ckpt.errors import (
     raise_problems,
 )
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
-from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.manifest import ArrayEntry, RankItem
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.run.arguments import check_load
 from functional_ckpt.run.comm import Gather, agree, together
@@ -30,7 +30,6 @@ from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
-from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import absent_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
@@ -75,7 +74,7 @@ def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, t
 def _load(
     like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker, absent: frozenset[str] | None
 ) -> Any:
-    loader = _Loader(opened.manifest, opened.store, policy, gather, absent)
+    loader = _Loader(opened, policy, gather, absent)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> _Request:
@@ -129,15 +128,14 @@ class _Deferred:
 class _Loader:
     """Finds for each leaf of `like` what is stored for it; one object per load."""
 
-    def __init__(
-        self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather, absent: frozenset[str] | None
-    ) -> None:
-        self.manifest, self.store, self.policy, self.gather, self.absent = manifest, store, policy, gather, absent
+    def __init__(self, opened: Opened, policy: LoadPolicy, gather: Gather, absent: frozenset[str] | None) -> None:
+        self.manifest = manifest = opened.manifest
+        self.store, self.policy, self.gather, self.rank, self.absent = opened.store, policy, gather, gather.rank, absent
         self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
-        self._objects = ObjectReader(store, policy.safe_globals)
+        self._objects = ObjectReader(opened.store, policy.safe_globals)
         self._values = {value.key: value for value in manifest.values}
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
@@ -178,7 +176,7 @@ class _Loader:
             entries = self.manifest.arrays
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
-            wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.gather.rank)
+            wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.rank)
         return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes)
 
     def check(self, requests: Sequence[_Request]) -> None:
@@ -203,7 +201,7 @@ class _Loader:
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)
         try:
-            alone, moved = plan_read_once(arrays, wanted, self.gather.rank, budget)
+            alone, moved = plan_read_once(arrays, wanted, self.rank, budget)
         except PolicyError:  # on every rank: all plan the same moves
             if self.policy.read_once:
                 raise
@@ -216,7 +214,7 @@ class _Loader:
         budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
         arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
         if moved is not None:
-            total += nbytes_read([entry.layout for entry in arrays], moved, self.gather.rank)
+            total += nbytes_read([entry.layout for entry in arrays], moved, self.rank)
         tracker.enter("read", total)
         try:
             read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
@@ -291,7 +289,7 @@ class _Loader:
         fresh = None if plan is None or convert is not None else (entry.spec.key, plan)
         if fresh in self._made:
             return self._made[fresh]
-        target = adapter.target(key, leaf, self.gather.rank, self.policy.device)
+        target = adapter.target(key, leaf, self.rank, self.policy.device)
         finish = convert or target.finish
         loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
@@ -299,7 +297,7 @@ class _Loader:
         filled = self._filled.get(target.held.identity)
         if filled is None:
             self._filled[target.held.identity] = entry
-            self.shards += target.held.all_shards(self.gather.rank)
+            self.shards += target.held.all_shards(self.rank)
             self.buffers += target.held.buffers
         elif _content(filled) != _content(entry):
             raise SpecError(
@@ -353,7 +351,7 @@ class _Loader:
         self.keys.use(below)
         saved, now, rule = stored.world_size, self.gather.size, self.policy.per_rank
         if saved == now or rule == "first":
-            rank = self.gather.rank if saved == now else 0
+            rank = self.rank if saved == now else 0
             inner = self._rank_value(stored.key, rank, leaf.value)
             return _Deferred(lambda: PerRank(_resolved(inner)))
         if callable(rule):
@@ -362,7 +360,7 @@ class _Loader:
             values = [
                 self._rank_value(stored.key, rank, self._fresh(stored.key, rank, leaf.value)) for rank in range(saved)
             ]
-            return _Deferred(lambda: PerRank(rule(tuple(map(_resolved, values)), self.gather.rank, now)))
+            return _Deferred(lambda: PerRank(rule(tuple(map(_resolved, values)), self.rank, now)))
         before, after = (f"{count} rank{'s' * (count > 1)}" for count in (saved, now))
         raise PerRankError(
             "values that differ by rank were saved by another number of ranks",

@@ -229,11 +229,14 @@ class _Piece(NamedTuple):
     whole: bool
 
 
-def _pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
-    """Yield the pieces of `box` by the chunks that it touches, row-major."""
+def _pieces(grid: ChunkGrid, box: Box) -> Iterable[_Piece]:
+    """Return the pieces of `box` by the chunks that it touches, row-major."""
     if grid.is_single:
-        yield _Piece((0,) * len(grid.shape), 0, box, box.stop == grid.shape and not any(box.start))
-        return
+        return (_Piece((0,) * len(grid.shape), 0, box, box.stop == grid.shape and not any(box.start)),)
+    return _several_pieces(grid, box)
+
+
+def _several_pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
     for index in grid.touched(box):
         chunk = grid.box(index)
         common = chunk.intersect(box)

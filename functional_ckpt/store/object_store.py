@@ -260,7 +260,11 @@ class ObjectStore(WholeStore):
             now = time.monotonic()
             if self._guarding.looked_s is not None and now - self._guarding.looked_s < self.policy.lease_s / 3:
                 return
-            super().check_guard()
+            try:
+                super().check_guard()
+            except StorageError:
+                list(self.names())  # says what is wrong with the bucket, if that is so
+                raise
             self._guarding.looked_s = now
 
     def kvstore(self, prefix: str) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def staged(
         for copier in sorted(by_copier, key=lambda copier: copier is None):
             rows = by_copier[copier]
             mine = [buffers[row] for row in rows]
-            allocate = host_memory if copier is None else copier.allocate
+            begin, allocate = (_begin, host_memory) if copier is None else (copier.begin, copier.allocate)
             copies, spans = _room_for(mine, partial(pool.take, allocate=allocate, keep_nbytes=keep_nbytes))
-            ending.callback((copier.begin if copier is not None else _begin)(mine, copies))
+            ending.callback(begin(mine, copies))
             for row, copy, span in zip(rows, copies, spans, strict=True):
                 found[row] = StagedBuffer(copy, wanted[row], lock, span)
     return tuple(found[row] for row in range(len(buffers)))

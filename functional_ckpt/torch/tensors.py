@@ -15,7 +15,7 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError, Unsupporte
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
-from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
+from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
@@ -116,7 +116,7 @@ class TorchLeaves:
 
     def accepts(self, leaf: object) -> bool:
         """Tell whether `leaf` is a tensor, or holds tensors or an object."""
-        return isinstance(leaf, torch.Tensor | LocalTensors | OpaqueObject)
+        return isinstance(leaf, _LEAF_TYPES)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
@@ -153,7 +153,7 @@ class TorchLeaves:
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
     def _held(self, key: str, leaf: torch.Tensor, local: torch.Tensor) -> HeldArray:
-        spec = ArraySpec(key, tuple(leaf.shape), _dtype_name(key, leaf))
+        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
         if isinstance(leaf, DTensor):
             # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
             # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
@@ -298,7 +298,7 @@ def _checked(device: str) -> str:
 
 def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
-        return HostBuffer(host_view(tensor))
+        return HostBuffer(host_view(tensor), tensor.data_ptr())
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
     stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
     if stream is not None:
@@ -343,4 +343,5 @@ def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_LEAF_TYPES = (torch.Tensor, LocalTensors, OpaqueObject)
 TORCH_LEAVES = TorchLeaves()
