@@ -5,7 +5,7 @@ of a plain chunk is wanted, only that part is read. A chunk with codecs, and a c
 through TensorStore. An array of one chunk skips the grid: a small tensor costs two file creations and little else.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, cast
@@ -184,14 +184,16 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     return hasher.digest()
 
 
-def check_needed(plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store) -> list[StorageError]:
-    """Return a problem for each chunk that `plan` reads from and that is missing, or has a wrong size."""
+def check_needed(
+    plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store, absent: Collection[str] | None = None
+) -> list[StorageError]:
+    """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
     needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
     for read in plan.reads:
         entry = entries[read.key]
         for index in entry.grid.touched(read.box):
             needed[entry.spec.key, index] = entry
-    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items())))
+    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items()), absent))
 
 
 def read_plan(

@@ -80,6 +80,8 @@ class FileStore:
     root: Path
     sync: str = "none"
     guard: str | None = None
+    #: How many processes of this machine read much the same files together.
+    _readers: int = attrs.field(default=1, kw_only=True, eq=False, repr=False)
     _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True if names in them are not synced yet.
@@ -166,6 +168,7 @@ class FileStore:
                 if not self._is_linked(new, name):
                     if not isinstance(error, FileExistsError):
                         raise
+                    self.delete([new])
                     raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
             with suppress(OSError):  # the final name exists, or `sweep` removes this one
                 os.unlink(self._prefix + new)
@@ -221,11 +224,11 @@ class FileStore:
             raise storage_error("reading", name, error) from error
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
-        """Read ranges of a file, and no other pages of it, directly into the caller's memory."""
+        """Read ranges of a file directly into the caller's memory, and no other pages that nobody here wants."""
         with storage_errors("reading", name):
             file = self._open(name)
             try:
-                advise_ranges(file, starts, nbytes)
+                advise_ranges(file, starts, nbytes, self._readers)
                 for position, start in enumerate(starts):
                     _read_fully(file, name, start, into[position * nbytes : (position + 1) * nbytes])
             finally:
@@ -269,6 +272,10 @@ class FileStore:
                 return self
             raise
 
+    def read_by(self, count: int) -> "FileStore":
+        """Return this store for reading together with other processes of this machine, `count` in all."""
+        return attrs.evolve(self, readers=count)
+
     def unpin(self) -> None:
         """Close the directory."""
         if self._at is not None:
@@ -309,10 +316,9 @@ class FileStore:
             with storage_errors("deleting", name):
                 (self.root / name).unlink(missing_ok=True)
         for directory in {os.path.dirname(name): None for name in names if "/" in name}:
-            try:
+            with suppress(OSError):  # it holds other files
                 (self.root / directory).rmdir()
-            except OSError:
-                continue  # it holds other files
+                self._directories.pop(directory, None)
 
     def flush(self) -> None:
         """Sync the directories of synced files, or the whole file system, depending on `sync`."""
