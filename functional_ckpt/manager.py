@@ -38,22 +38,22 @@ _LOGGER = logging.getLogger("functional_ckpt")
 class Checkpoints:
     """The checkpoints of a run below `root`, each under ``step-00000010``; all ranks make and call it together.
 
-    Only committed steps are seen. `steps`, `latest`, `best` and `info` ask no other rank: on several ranks they tell
-    what rank 0 saw when all ranks last met, in any of the other methods, so that every rank gets the same answer.
+    Only committed steps are listed. `steps`, `latest`, `best` and `info` do not communicate: on several ranks they
+    return what rank 0 saw in the last call of any other method, so that every rank gets the same answer.
 
     Parameters
     ----------
     root
         Directory or URL; it is made by the first save. Files of others in it are left alone.
     keep
-        Which steps stay: `KeepLast`, `KeepEvery`, `KeepBest`, joined by ``|``. The others are removed when a later one
-        is committed; the latest and pinned ones never. None keeps all.
+        Which steps to keep: `KeepLast`, `KeepEvery`, `KeepBest`, or several joined by ``|``. The others are removed
+        when a later step is committed; the latest step and pinned steps are never removed. None keeps all.
     policy, load_policy
         Of the saves and loads. `SavePolicy.in_flight` is ``"wait"`` or ``"refuse"``: one save is in flight at a time.
     process_group
         As for `save`.
     on_signal
-        Signals, such as ``(signal.SIGTERM,)``, that are noted for `should_stop` in place of ending the process.
+        Signals, such as ``(signal.SIGTERM,)``, that `should_stop` reports; they no longer end the process.
 
     Raises
     ------
@@ -124,16 +124,16 @@ class Checkpoints:
         overwrite: bool = False,
         progress: Callable[[Progress], None] | None = None,
     ) -> Manifest:
-        """Save a step, then remove the steps that `keep` lets go; arguments as for `functional_ckpt.save`.
+        """Save a step, then remove the steps that `keep` does not keep. Arguments as for `functional_ckpt.save`.
 
-        `metrics` are numbers by name; rank 0's count. They are committed with the step, and read by `best`, `KeepBest`
-        and `info`.
+        `metrics` are numbers by name. Those of rank 0 are stored with the step, and read by `best`, `KeepBest` and
+        `info`.
 
         Raises
         ------
         CheckpointError
-            On every rank. Of an earlier `async_save` that has failed, too, unless its result was asked for: then this
-            save has not begun.
+            On every rank, if this save fails. Or before it begins, if an earlier `async_save` has failed and its result
+            was not asked for.
         """
         info, own = self._keeper.begin("save", step, metrics, attributes, False)
         manifest = api.save(
@@ -160,8 +160,8 @@ class Checkpoints:
     ) -> PendingSave:
         """Save a step in the background; arguments as for `save`.
 
-        The step is seen, and others are removed, from the next call on that all ranks make together. What has failed
-        is raised there, unless the result was asked for.
+        The next call that all ranks make together lists the step and removes others. If the save has failed, that call
+        raises the error, unless the result was asked for.
 
         Raises
         ------
@@ -195,14 +195,16 @@ class Checkpoints:
         Raises
         ------
         NotACheckpointError
-            If there is none, or not this one.
+            If there is no step, or not this one.
         CheckpointError
             On every rank.
         """
         chosen = self._keeper.choose("load", step)
         if chosen is None:
             raise NotACheckpointError(
-                "there is no step to load", path=self.root, remedy="resume(like) returns like itself then"
+                "there is no step to load",
+                path=self.root,
+                remedy="Use resume(like), which returns `like` if there is none",
             )
         return self._load(like, chosen, policy, progress)
 
@@ -227,7 +229,7 @@ class Checkpoints:
         """
         chosen = self._keeper.choose("resume", None)
         if chosen is None:
-            _LOGGER.info("no step below %s: beginning anew", self.root)
+            _LOGGER.info("no step below %s: starting from the beginning", self.root)
             return like
         _LOGGER.info("resuming %s from step %d", self.root, chosen)
         return self._load(like, chosen, policy, progress)
@@ -242,7 +244,7 @@ class Checkpoints:
     # ---- What is there -------------------------------------------------------------------------------
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps, ascending; a process alone looks anew each time."""
+        """Return the steps, ascending. A single process lists the storage at each call."""
         if self._keeper.size == 1:
             self._keeper.shelf.look()
         return self._keeper.shelf.steps
@@ -272,7 +274,7 @@ class Checkpoints:
         return read_step(self.root, whole_step("info", step))
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever `keep` says, until `unpin`; also for who opens `root` later.
+        """Keep a step whatever `keep` says, until `unpin`. The pin is stored below `root`.
 
         Raises
         ------
@@ -282,11 +284,11 @@ class Checkpoints:
         self._keeper.on_first("pin", lambda: self._keeper.shelf.pin(whole_step("pin", step), True))
 
     def unpin(self, step: int) -> None:
-        """Leave a step to `keep` again."""
+        """Remove the pin of a step: `keep` decides about it again."""
         self._keeper.on_first("unpin", lambda: self._keeper.shelf.pin(whole_step("unpin", step), False))
 
     def remove(self, step: int) -> None:
-        """Remove a step, also the latest.
+        """Remove a step, even the latest.
 
         Raises
         ------
@@ -296,7 +298,7 @@ class Checkpoints:
         self._keeper.on_first("remove", lambda: self._keeper.shelf.remove(whole_step("remove", step)))
 
     def sweep(self) -> tuple[str, ...]:
-        """Remove what dead saves and removals have left below `root`; return what was removed, on rank 0."""
+        """Remove the leftovers of dead saves and removals below `root`; return their names, on rank 0."""
         found: list[str] = []
         self._keeper.on_first("sweep", lambda: found.extend(sweep_steps(self.root)))
         return tuple(found)
@@ -314,21 +316,21 @@ class Checkpoints:
         Raises
         ------
         CheckpointError
-            On every rank, if that save failed and nobody has asked for its result.
+            On every rank, if that save failed and its result was not asked for.
         """
         self._keeper.meet("wait", self._keeper.settle)
         self._keeper.shelf.join()
         self._keeper.meet("the end of removals", lambda: None)
 
     def close(self) -> None:
-        """Wait as `wait` does, and give signals back to who handled them before."""
+        """Wait as `wait` does, and restore the earlier signal handlers."""
         try:
             self.wait()
         finally:
             self._restore()
 
     def __enter__(self) -> "Checkpoints":
-        """Return this."""
+        """Return this object."""
         return self
 
     def __exit__(
@@ -342,13 +344,13 @@ class Checkpoints:
             if self._keeper.flight is not None:
                 self._keeper.flight.pending.settle()
         except CheckpointError as failed:
-            error.add_note(f"the save in flight has failed, too: {failed}")
+            error.add_note(f"the save in flight has failed too: {failed}")
         finally:
             self._keeper.shelf.join()
             self._restore()
 
     def __repr__(self) -> str:
-        """Say where, and how many steps."""
+        """Return the root and the number of steps."""
         steps = self._keeper.shelf.steps
         return f"Checkpoints({self.root!r}: {len(steps)} steps, latest {max(steps, default=None)})"
 

@@ -12,9 +12,9 @@ from functional_ckpt.plan.retention import (
     KeepLast,
     StepInfo,
     best_of,
-    doomed,
     metrics_of,
     step_attributes,
+    steps_to_remove,
 )
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "acc"]), st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf]))
@@ -37,7 +37,7 @@ def joined(rules):
 
 @given(RUNS, KEEPS)
 def test_the_latest_step_and_pinned_ones_never_go(run, keep):
-    gone = doomed(run, keep)
+    gone = steps_to_remove(run, keep)
     assert gone == tuple(sorted(set(gone)))
     assert {*gone} <= {info.step for info in run if not info.pinned}
     if run:
@@ -48,21 +48,21 @@ def test_the_latest_step_and_pinned_ones_never_go(run, keep):
 def test_the_order_in_which_steps_are_told_does_not_count(run, keep, random):
     mixed = [*run]
     random.shuffle(mixed)
-    assert doomed(mixed, keep) == doomed(run, keep)
+    assert steps_to_remove(mixed, keep) == steps_to_remove(run, keep)
 
 
 @given(RUNS, KEEPS, st.data())
 def test_a_removal_that_was_cut_short_is_done_again_and_takes_the_rest(run, keep, data):
-    gone = doomed(run, keep)
+    gone = steps_to_remove(run, keep)
     done = gone[: data.draw(st.integers(0, len(gone)))]
     left = [info for info in run if info.step not in done]
-    assert doomed(left, keep) == gone[len(done) :]
+    assert steps_to_remove(left, keep) == gone[len(done) :]
 
 
 @given(RUNS, st.lists(RULES, min_size=1, max_size=3))
 def test_of_rules_joined_each_keeps_what_it_keeps_alone(run, rules):
-    alone = [{*doomed(run, rule)} for rule in rules]
-    assert {*doomed(run, joined(rules))} == set.intersection(*alone)
+    alone = [{*steps_to_remove(run, rule)} for rule in rules]
+    assert {*steps_to_remove(run, joined(rules))} == set.intersection(*alone)
 
 
 @given(KEEPS, KEEPS, KEEPS)
@@ -76,14 +76,14 @@ def test_a_run_that_removes_after_each_save_keeps_what_the_rules_would_keep_of_a
     left = []
     for info in run:
         left.append(info)
-        gone = doomed(left, keep)
+        gone = steps_to_remove(left, keep)
         left = [i for i in left if i.step not in gone]
     assert {*keep.kept(sorted(run, key=lambda info: info.step))} <= {info.step for info in left}
 
 
 @given(RUNS, st.integers(1, 4))
 def test_the_last_ones_are_kept(run, n):
-    left = sorted(info.step for info in run if info.step not in doomed(run, KeepLast(n)))
+    left = sorted(info.step for info in run if info.step not in steps_to_remove(run, KeepLast(n)))
     assert left[-n:] == sorted(info.step for info in run)[-n:]
     assert len([s for s in left if s not in {i.step for i in run if i.pinned}]) <= n
 
@@ -91,7 +91,7 @@ def test_the_last_ones_are_kept(run, n):
 @given(st.sets(st.integers(0, 10)), st.integers(1, 20))
 def test_every_multiple_is_kept_and_nothing_between_but_the_latest(multiples, n):
     run = [StepInfo(m * n, "") for m in multiples] + [StepInfo(m * n + 1, "") for m in multiples if n > 1]
-    left = {info.step for info in run} - {*doomed(run, KeepEvery(n))}
+    left = {info.step for info in run} - {*steps_to_remove(run, KeepEvery(n))}
     assert {m * n for m in multiples} <= left
 
 
@@ -105,7 +105,7 @@ def test_the_best_has_no_better(run, mode):
         return
     assert values[found] == (min if mode == "min" else max)(values.values())
     assert found == max(step for step, value in values.items() if value == values[found])
-    assert found not in doomed(run, KeepBest("loss", 1, mode))
+    assert found not in steps_to_remove(run, KeepBest("loss", 1, mode))
 
 
 @given(st.dictionaries(st.text(), st.floats()))

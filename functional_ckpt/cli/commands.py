@@ -1,4 +1,4 @@
-"""What each command does: facts are read, and printed as JSON or as text. What it takes is imported when it runs."""
+"""The commands: each reads facts and prints them as JSON or text. Modules are imported when a command needs them."""
 
 import argparse
 import json
@@ -80,13 +80,16 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def rm(arguments: argparse.Namespace) -> int:
-    """Remove checkpoints, if that is what the person means."""
+    """Remove checkpoints, after a confirmation."""
     from functional_ckpt.cli import removal
 
     found = removal.removable(arguments.paths)
     if not (arguments.yes or arguments.dry_run):
         if not sys.stdin.isatty():
-            print("functional-ckpt: nothing is removed without --yes where nobody can be asked", file=sys.stderr)
+            print(
+                "functional-ckpt: without a terminal to ask on, --yes is required",
+                file=sys.stderr,
+            )
             return 2
         if not removal.is_agreed(found):
             return 1
@@ -98,7 +101,7 @@ def rm(arguments: argparse.Namespace) -> int:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Remove what dead saves have left."""
+    """Remove the leftovers of dead saves."""
     from functional_ckpt.cli import removal
 
     found = removal.swept(arguments.path)
@@ -125,8 +128,8 @@ def _opened(path: str) -> Any:
 def _print(arguments: argparse.Namespace, found: object, lines: Any) -> int:
     if arguments.json:
         return _print_json(found)
-    told: Iterable[str] = lines(Screen.current())
-    write(told)
+    text: Iterable[str] = lines(Screen.current())
+    write(text)
     return 0
 
 

@@ -82,10 +82,10 @@ def branches(branch: Branch, depth: int | None = None) -> Facts:
 def check_prefixes(manifest: Manifest, prefixes: Sequence[str]) -> None:
     """Raise `KeyMismatchError` for each prefix that no key has; prefixes end at dots, as those of `LoadPolicy.keys`."""
     keys = _keys(manifest)
-    told = prefixes_of("--prefix", prefixes, keys)
+    found = prefixes_of("--prefix", prefixes, keys)
     raise_problems(
         KeyMismatchError("no key has this prefix", prefix.text, remedy=prefix.hint or _NO_PREFIX)
-        for prefix in told
+        for prefix in found
         if not prefix.holds
     )
 
@@ -149,7 +149,7 @@ def _content(array: StoredArray, index: Index | None) -> Facts:
 
 
 def verification(checkpoint: Checkpoint) -> Facts:
-    """Return what reading every chunk has shown."""
+    """Read every chunk, and return the problems."""
     report = verify(checkpoint.url)
     return {
         "path": checkpoint.url,
@@ -206,7 +206,7 @@ def _counts(names: Any) -> dict[str, int]:
 
 
 def provenance_of(store: Store) -> Any:
-    """Return provenance.json, which no digest covers: whatever is wrong with it is no error."""
+    """Return provenance.json, or None: no digest covers it, so damage is not an error."""
     try:
         data = store.read(PROVENANCE)
         found = None if data is None else json.loads(data, parse_constant=_refuse, parse_float=_finite)
@@ -216,7 +216,7 @@ def provenance_of(store: Store) -> Any:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number that can be counted with, or None for what is none."""
+    """Return a number of reasonable size, None for anything else."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**80 else None
 
 
@@ -230,9 +230,11 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def key_problem(manifest: Manifest, key: str) -> KeyMismatchError:
-    """Return what is wrong with a key that nothing, or no array, has."""
+    """Return the problem of a key that does not exist, or is not an array's."""
     if any(value.key == key for value in manifest.values):
-        return KeyMismatchError("this is a plain value, no array", key, remedy="Look at it with functional-ckpt show")
+        return KeyMismatchError(
+            "this is a plain value, not an array", key, remedy="Look at it with functional-ckpt show"
+        )
     return KeyMismatchError("the checkpoint has no such key", key, remedy=_hint(manifest, key))
 
 

@@ -1,4 +1,4 @@
-"""The command line: commands, their arguments and what they are for."""
+"""The command line: commands, their arguments and help."""
 
 import argparse
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from functional_ckpt.cli.completion import SCRIPTS
 __all__ = ["make_parser"]
 
 _EPILOG = """\
-exit status: 0 fine, 1 a problem was found (damage, no such key or prefix), 2 nothing there to look into (or the
-command line is wrong), 130 interrupted. NO_COLOR=1 turns colours off; into a pipe go neither colours nor lines."""
+exit status: 0 success, 1 a problem was found (damage, no such key or prefix), 2 there is no checkpoint (or the
+command line is wrong), 130 interrupted. NO_COLOR=1 turns colours off; a pipe gets neither colours nor rules."""
 
 _COMPLETION = """\
-Print what makes a shell complete commands, options and keys. In ~/.bashrc: eval "$(functional-ckpt completion bash)";
-in ~/.zshrc, after compinit: eval "$(functional-ckpt completion zsh)"; for fish:
+Print the script by which a shell completes commands, options and keys.
+In ~/.bashrc: eval "$(functional-ckpt completion bash)"; in ~/.zshrc, after compinit:
+eval "$(functional-ckpt completion zsh)"; for fish:
 functional-ckpt completion fish > ~/.config/fish/completions/functional-ckpt.fish"""
 
 
@@ -40,13 +41,15 @@ def make_parser() -> argparse.ArgumentParser:
     chart.add_argument("key", metavar="KEY", help="key of an array")
     chart.add_argument("--svg", metavar="FILE", nargs="?", const="-", help="draw a figure, to FILE or standard output")
     _command(found, "verify", commands.verify, "read every chunk and compare it with its digest")
-    rm = _command(found, "rm", commands.rm, "remove checkpoints; files of others, and what is pinned, stay", "paths")
-    rm.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
+    rm = _command(
+        found, "rm", commands.rm, "remove checkpoints that are not pinned and hold no files of others", "paths"
+    )
+    rm.add_argument("--yes", action="store_true", help="do not ask; required if standard input is not a terminal")
     rm.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
-    _command(found, "sweep", commands.sweep, "remove what saves that died have left in a directory of checkpoints")
+    _command(found, "sweep", commands.sweep, "remove the leftovers of dead saves in a directory of checkpoints")
     completion = found.add_parser(
         "completion",
-        help="print what makes a shell complete commands, options and keys",
+        help="print a script for a shell, which then completes commands, options and keys",
         description=_COMPLETION,
         epilog=_EPILOG,
     )
@@ -61,7 +64,7 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="only KEY and what is below it, as LoadPolicy(keys=...) understands it; can be given again",
+        help="only KEY and the keys below it, as in LoadPolicy(keys=...); can be repeated",
     )
 
 

@@ -1,4 +1,4 @@
-"""`rm` and `sweep`: what they would remove, and what they have removed."""
+"""The commands `rm` and `sweep`: what can be removed, and its removal."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def removable(paths: Sequence[str]) -> Facts:
     Raises
     ------
     NotACheckpointError, StorageError
-        If one of them is no checkpoint, or cannot be removed; before any of them is.
+        If one of them is not a checkpoint or cannot be removed; raised before any is removed.
     """
     for path in paths:
         check_removable(path)
@@ -31,7 +31,7 @@ def removable(paths: Sequence[str]) -> Facts:
 
 
 def removed(found: Facts) -> Facts:
-    """Remove what was found removable, and return it."""
+    """Remove the checkpoints that `removable` has found, and return them."""
     for each in found["checkpoints"]:
         remove_checkpoint(each["path"])
     return found
@@ -46,7 +46,7 @@ def is_agreed(found: Facts) -> bool:
 
 
 def swept(path: str) -> Facts:
-    """Remove what dead saves have left in a directory; return it, and what stays because nobody can tell here.
+    """Remove the leftovers of dead saves in a directory; return their names, and those left for another machine.
 
     Raises
     ------

@@ -45,7 +45,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def root_listing(path: str, found: list[Path]) -> Facts:
-    """Return name, time and size of each checkpoint in a directory, with totals; what nobody knows is None."""
+    """Return name, time and size of each checkpoint in a directory, with totals; None for what is unknown."""
     steps = [_step(each) for each in found]
     sizes = [step["nbytes"] for step in steps if step["nbytes"] is not None]
     return {"path": str(directory_of(path)), "checkpoints": steps, "totals": {"nbytes": sum(sizes)}}
@@ -76,7 +76,7 @@ def _step(path: Path) -> Facts:
 
 
 def root_lines(screen: Screen, found: Facts) -> list[str]:
-    """Return what ``ls`` says of a directory of checkpoints."""
+    """Return what ``ls`` prints for a directory of checkpoints."""
     rows = [
         (c["name"], _age(c["age_s"]), "" if c["nbytes"] is None else size(c["nbytes"]), str(c["ranks"] or ""),
          "pinned" if c["pinned"] else "", _metrics(c["metrics"]))

@@ -1,4 +1,4 @@
-"""Where text goes: a terminal, whose width counts, or a pipe, where one row is one line without colours or lines."""
+"""Output to a terminal, whose width matters, or to a pipe, where one row is one line without colours or rules."""
 
 import os
 import shutil
@@ -34,11 +34,11 @@ class Screen:
         return cls(shutil.get_terminal_size().columns, not is_dumb and not os.environ.get("NO_COLOR"), draws)
 
     def bold(self, text: str) -> str:
-        """Return a text that stands out, where it can."""
+        """Return a text in bold, if colours are on."""
         return f"{_BOLD}{text}{_END}" if self.colours else text
 
     def dim(self, text: str) -> str:
-        """Return a text that steps back, where it can."""
+        """Return a dimmed text, if colours are on."""
         return f"{_DIM}{text}{_END}" if self.colours else text
 
 
@@ -114,17 +114,17 @@ def _anywhere(text: str, width: int) -> list[str]:
 
 
 def facts(screen: Screen, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    r"""Return names and what is to be said of each, which may have several lines; those without any are left out.
+    r"""Return names and their texts in two columns. A text may have several lines; empty ones are left out.
 
     Examples
     --------
     >>> facts(Screen(), [("shape", "[2]"), ("codecs", ""), ("values", "1\n2")])
     ['  shape   [2]', '  values  1', '          2']
     """
-    told = [(name, text) for name, text in pairs if text]
-    width = max((len(name) for name, _ in told), default=0)
+    filled = [(name, text) for name, text in pairs if text]
+    width = max((len(name) for name, _ in filled), default=0)
     lines: list[str] = []
-    for name, text in told:
+    for name, text in filled:
         label = name.ljust(width)
         for line in text.split("\n"):
             room = None if screen.width is None else max(_LEAST_COLUMNS, screen.width - width - 4)

@@ -23,7 +23,7 @@ _BAR_CELLS = 30
 
 
 def listing(screen: Screen, found: Facts) -> Lines:
-    """Return what ``ls`` says of a checkpoint."""
+    """Return what ``ls`` prints for a checkpoint."""
     arrays, tied, values = found["arrays"], found["tied"], found["values"]
     lines: Lines = []
     if arrays:
@@ -44,7 +44,7 @@ def listing(screen: Screen, found: Facts) -> Lines:
 
 
 def tree(screen: Screen, root: Branch, depth: int | None, is_whole: bool) -> Lines:
-    """Return what ``tree`` says: branches that are alike folded, and no deeper than fits, unless all is wanted."""
+    """Return what ``tree`` prints: equal branches folded, and no deeper than fits, unless `is_whole`."""
     shortened = root if is_whole else folded(root)
     if depth is None and not is_whole:
         depth = depth_for(shortened, _MOST_ROWS)
@@ -67,7 +67,7 @@ def _guides(screen: Screen, lasts: tuple[bool, ...]) -> str:
 
 
 def header(screen: Screen, found: Facts) -> Lines:
-    """Return what ``show PATH`` says."""
+    """Return what ``show PATH`` prints."""
     saved = found["provenance"] or {}
     version = ".".join(map(str, found["version"]))
     pairs = [
@@ -89,15 +89,15 @@ def header(screen: Screen, found: Facts) -> Lines:
 
 
 def leaf(screen: Screen, found: Facts) -> Lines:
-    """Return what ``show PATH KEY`` says."""
+    """Return what ``show PATH KEY`` prints."""
     title = screen.bold(clean(found["key"]))
     if found["kind"] == "value":
         return [title, clean(shown(found["value"]))]
     summary = found["summary"]
     digests = list(found["digests"].items())
-    told = [f"{name}  {digest}" for name, digest in digests[:_MOST_DIGESTS]]
+    shown_digests = [f"{name}  {digest}" for name, digest in digests[:_MOST_DIGESTS]]
     if len(digests) > _MOST_DIGESTS:
-        told.append(f"and {len(digests) - _MOST_DIGESTS} more (--json prints all)")
+        shown_digests.append(f"and {len(digests) - _MOST_DIGESTS} more (--json prints all)")
     pairs = [
         ("stored as", found["stored_as"] if found["stored_as"] != found["key"] else ""),
         ("tied", ", ".join(k for k in found["tied"] if k != found["key"])),
@@ -107,7 +107,7 @@ def leaf(screen: Screen, found: Facts) -> Lines:
         ("chunks", f"{found['chunks']} of {found['chunk']}, grid {found['grid']}, {found['ownership']}"),
         ("codecs", ", ".join(found["codecs"]) or "none"),
         ("directory", found["node"]),
-        ("digests", "\n".join(told)),
+        ("digests", "\n".join(shown_digests)),
         ("object", f"bytes of an object ({found['object_codec']})" if found["object_codec"] else ""),
         ("holds", shown(found["value"]) if found.get("value") is not None else ""),
         ("values", _summary(summary) if summary else ""),
@@ -119,7 +119,7 @@ def leaf(screen: Screen, found: Facts) -> Lines:
 
 
 def verification(screen: Screen, found: Facts) -> Lines:
-    """Return what ``verify`` says."""
+    """Return what ``verify`` prints."""
     read = f"{count(found['chunks'], 'chunk')} of {count(found['arrays'], 'array')}, {size(found['nbytes'])}"
     if found["ok"]:
         return [f"{screen.bold('ok')}: {read}, every one as it was saved"]
@@ -171,8 +171,8 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _what(problem: Facts) -> str:
-    told = [f"{name} {problem[name]}" for name in ("expected", "found") if problem[name] is not None]
-    return f"{problem['what']}: {', '.join(told)}" if told else problem["what"]
+    parts = [f"{name} {problem[name]}" for name in ("expected", "found") if problem[name] is not None]
+    return f"{problem['what']}: {', '.join(parts)}" if parts else problem["what"]
 
 
 def _dtype(found: Facts) -> str:

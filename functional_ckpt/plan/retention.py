@@ -20,10 +20,10 @@ __all__ = [
     "KeepLast",
     "StepInfo",
     "best_of",
-    "doomed",
     "metrics_of",
     "needs_metrics",
     "step_attributes",
+    "steps_to_remove",
 ]
 
 #: The attribute of a checkpoint's root that holds the number and metrics of its step.
@@ -120,7 +120,7 @@ class KeepLast:
 
     Examples
     --------
-    >>> doomed([StepInfo(step, "") for step in (10, 20, 30)], KeepLast(2))
+    >>> steps_to_remove([StepInfo(step, "") for step in (10, 20, 30)], KeepLast(2))
     (10,)
     """
 
@@ -141,7 +141,7 @@ class KeepEvery:
 
     Examples
     --------
-    >>> doomed([StepInfo(step, "") for step in (50, 100, 150, 190, 250)], KeepEvery(100))
+    >>> steps_to_remove([StepInfo(step, "") for step in (50, 100, 150, 190, 250)], KeepEvery(100))
     (50, 150)
     """
 
@@ -166,7 +166,7 @@ class KeepBest:
     Examples
     --------
     >>> steps = [StepInfo(10, "", metrics={"loss": 0.1}), StepInfo(20, "", metrics={"loss": 0.3}), StepInfo(30, "")]
-    >>> doomed(steps, KeepBest("loss"))
+    >>> steps_to_remove(steps, KeepBest("loss"))
     (20,)
     """
 
@@ -194,7 +194,7 @@ def _value(info: StepInfo, metric: str) -> float:
     return info.metrics.get(metric, math.nan)
 
 
-def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
+def steps_to_remove(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
     """Return the committed steps to remove, in the order of removal: ascending.
 
     The latest step, pinned steps, and the steps that `keep` keeps are not removed; None keeps everything.
@@ -202,7 +202,7 @@ def doomed(steps: Sequence[StepInfo], keep: Keep | None) -> tuple[int, ...]:
     Examples
     --------
     >>> steps = [StepInfo(1, "", pinned=True), StepInfo(2, ""), StepInfo(3, ""), StepInfo(4, "")]
-    >>> doomed(steps, KeepLast(1))
+    >>> steps_to_remove(steps, KeepLast(1))
     (2, 3)
     """
     if keep is None or not steps:

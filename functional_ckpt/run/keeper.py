@@ -47,12 +47,12 @@ class Keeper:
         self.rank, self.size = first.rank, first.size
 
     def meet(self, what: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on all ranks, and get the list of steps from rank 0."""
+        """Run `work` on all ranks, and take over the list of steps of rank 0."""
         gather = self._gather(what)
         with turn_of(gather):
             found = together(gather, lambda: (work(), () if gather.rank or gather.size == 1 else self.shelf.steps))
         if gather.rank:
-            self.shelf.learn(found[0][1])
+            self.shelf.replace_steps(found[0][1])
         for problem in self.shelf.take_problems():
             report(problem)
         return [result for result, _ in found]
@@ -75,9 +75,9 @@ class Keeper:
         attributes: Any,
         refuses: bool,
     ) -> tuple[StepInfo, dict[str, Any]]:
-        """Agree on the step to save and rank 0's metrics, once nothing is in flight; also return all attributes.
+        """Agree on the step to save and on rank 0's metrics, once no save is in flight; also return all attributes.
 
-        With `refuses` nothing is waited for.
+        With `refuses` a save in flight is an error.
         """
 
         def check() -> StepInfo:
@@ -90,9 +90,9 @@ class Keeper:
             self.settle()
             return StepInfo(number, step_path(self.root, number), metrics=named)
 
-        told = self.meet(f"{what} of a step", check)
-        self._require_one(what, [info.step for info in told])
-        info = attrs.evolve(told[0], path=step_path(self.root, told[0].step))  # mounts may differ
+        infos = self.meet(f"{what} of a step", check)
+        self._require_one(what, [info.step for info in infos])
+        info = attrs.evolve(infos[0], path=step_path(self.root, infos[0].step))  # mounts may differ
         return info, {**(attributes or {}), **step_attributes(info.step, info.metrics)}
 
     def _refuse_second(self) -> None:
@@ -129,16 +129,16 @@ class Keeper:
                 self.shelf.look()
             return wanted, max(self.shelf.steps, default=None) if wanted is None else wanted
 
-        told = self.meet(what, look)
-        self._require_one(what, [wanted for wanted, _ in told])
-        return told[0][1]
+        answers = self.meet(what, look)
+        self._require_one(what, [wanted for wanted, _ in answers])
+        return answers[0][1]
 
-    def _require_one(self, what: str, told: list[Any]) -> None:
-        if len(set(told)) > 1:
+    def _require_one(self, what: str, steps: list[Any]) -> None:
+        if len(set(steps)) > 1:
             raise SpecError(
                 f"the ranks {what} different steps",
                 path=self.root,
-                found=", ".join(map(str, told)),
+                found=", ".join(map(str, steps)),
                 remedy="Pass one step on all ranks",
             )
 

@@ -147,6 +147,11 @@ class Strict:
     unexpected: Action = attrs.field(default="raise", validator=one_of(*get_args(Action)))
 
 
+def _flag_or_none(policy: Any, field: Any, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise refuse(policy, field.name, "True, False, or None for what suits the store", value)
+
+
 def _strict(value: Strict | Action | bool) -> Any:
     if isinstance(value, bool):
         return Strict() if value else Strict("report", "report")
@@ -255,7 +260,8 @@ class LoadPolicy:
         Where meta tensors are allocated: a name such as ``"cuda"``, or a ``torch.device``.
     read_once
         Read each chunk that several ranks want on one of them and exchange the pieces: less to read, more to send.
-        On a group that cannot exchange data every rank reads what it needs.
+        On a group that cannot exchange data every rank reads what it needs. None: from an object store, as far as the
+        budget allows.
     budget_nbytes
         Extra host memory for the pieces in flight on this rank, in bytes. With `read_once` at
         least three times the largest chunk that several ranks want.
@@ -283,7 +289,7 @@ class LoadPolicy:
     allow_shape_mismatch: bool = attrs.field(default=False, validator=flag)
     safe_globals: tuple[Any, ...] | Trust = attrs.field(default=(), converter=_classes, validator=_check_globals)
     device: str = attrs.field(default="cpu", converter=_device, validator=_check_device)
-    read_once: bool = attrs.field(default=False, validator=flag)
+    read_once: bool | None = attrs.field(default=None, validator=_flag_or_none)
     budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=at_least(1))
     timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
     store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)

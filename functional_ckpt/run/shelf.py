@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from functional_ckpt.errors import CheckpointError, NotACheckpointError
-from functional_ckpt.plan.retention import Keep, StepInfo, doomed, needs_metrics
+from functional_ckpt.plan.retention import Keep, StepInfo, needs_metrics, steps_to_remove
 from functional_ckpt.store.steps import find_steps, is_pinned, pin_step, read_step, remove_step, step_path, unpin_step
 
 __all__ = ["Shelf"]
 
 
 class Shelf:
-    """The known steps below a directory, with their cached facts.
+    """The steps below a directory that this process knows, with their cached facts.
 
     Examples
     --------
@@ -29,8 +29,8 @@ class Shelf:
     def __init__(self, root: str | os.PathLike[str], keep: Keep | None) -> None:
         self.root, self.keep = root, keep
         self._infos: dict[int, StepInfo] = {}
-        self._going: dict[int, None] = {}
-        self._left: dict[int, None] = {}  # steps that could not be removed
+        self._being_removed: dict[int, None] = {}
+        self._failed: dict[int, None] = {}  # steps that could not be removed
         self._problems: list[str] = []
         self._thread: threading.Thread | None = None
 
@@ -42,7 +42,7 @@ class Shelf:
     def look(self) -> None:
         """List the steps in storage; read metrics that `keep` needs and that are not known yet."""
         reads = needs_metrics(self.keep)
-        found = {step: pinned for step, pinned in find_steps(self.root).items() if step not in self._going}
+        found = {step: pinned for step, pinned in find_steps(self.root).items() if step not in self._being_removed}
         infos = {step: (self._known(step, reads), pinned) for step, pinned in found.items()}
         self._infos = {s: i if i.pinned == p else attrs.evolve(i, pinned=p) for s, (i, p) in infos.items()}
 
@@ -53,29 +53,29 @@ class Shelf:
         try:
             return read_step(self.root, step)
         except CheckpointError as error:
-            self._leave(step, error)
+            self._failure(step, error)
             return self._bare(step)
 
     def _bare(self, step: int) -> StepInfo:
         return StepInfo(step, step_path(self.root, step))
 
-    def learn(self, steps: Iterable[int]) -> None:
-        """Replace the steps by the list of another rank."""
+    def replace_steps(self, steps: Iterable[int]) -> None:
+        """Replace the list of steps by that of another rank."""
         self._infos = {step: self._infos.get(step) or self._bare(step) for step in steps}
 
     def add(self, info: StepInfo) -> None:
         """Add a step that was committed."""
         is_latest = info.step >= next(reversed(self._infos), info.step)
         self._infos[info.step] = info
-        self._left.pop(info.step, None)
+        self._failed.pop(info.step, None)
         if not is_latest:
             self._infos = dict(sorted(self._infos.items()))
 
     def prune(self) -> None:
         """Drop the steps that the rules do not keep; a thread removes their files, in order."""
-        infos = [info for step, info in self._infos.items() if step not in self._left]
+        infos = [info for step, info in self._infos.items() if step not in self._failed]
         gone: list[int] = []
-        for step in doomed(infos, self.keep):
+        for step in steps_to_remove(infos, self.keep):
             if is_pinned(self.root, step):  # by another process, since `look`
                 self._infos[step] = attrs.evolve(self._infos[step], pinned=True)
             else:
@@ -85,7 +85,7 @@ class Shelf:
         self.join()
         for step in gone:
             del self._infos[step]
-            self._going[step] = None
+            self._being_removed[step] = None
         self._thread = threading.Thread(target=self._remove_all, args=(gone,), name="functional_ckpt-remove")
         try:
             self._thread.start()
@@ -100,12 +100,12 @@ class Shelf:
             except NotACheckpointError:  # another process was faster
                 pass
             except CheckpointError as error:
-                self._leave(step, error)
+                self._failure(step, error)
             finally:
-                self._going.pop(step, None)
+                self._being_removed.pop(step, None)
 
-    def _leave(self, step: int, error: CheckpointError) -> None:
-        self._left[step] = None
+    def _failure(self, step: int, error: CheckpointError) -> None:
+        self._failed[step] = None
         self._problems.append(f"step {step} was not removed: {error}")
 
     def remove(self, step: int) -> None:

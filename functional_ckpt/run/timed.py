@@ -14,7 +14,7 @@ __all__ = ["TimedGather", "TimedStore", "timed"]
 
 
 class TimedGather:
-    """A group whose agreements, and the waiting for them, count as the phase ``"agree"``."""
+    """A group whose agreements, waiting included, count as the phase ``"agree"``."""
 
     def __init__(self, gather: Gather, tracker: Tracker) -> None:
         self._gather, self._tracker = gather, tracker
@@ -36,7 +36,7 @@ class TimedGather:
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """What a thread holds during a call of several steps."""
+        """The lock that a thread holds during a call of several steps."""
         return turn_of(self._gather)
 
     @property
@@ -51,7 +51,7 @@ class TimedGather:
 
 
 class _TimedExchange(TimedGather):
-    """One that exchanges data, which counts as the phase ``"exchange"``."""
+    """A timed group that exchanges data, which counts as the phase ``"exchange"``."""
 
     def __init__(self, gather: Gather, exchange: Exchange, tracker: Tracker) -> None:
         super().__init__(gather, tracker)
@@ -64,7 +64,7 @@ class _TimedExchange(TimedGather):
 
 
 def timed(gather: Gather, tracker: Tracker) -> TimedGather:
-    """Return a group that does what `gather` does, and tells `tracker` how long that takes.
+    """Return a group that does what `gather` does, and reports to `tracker` how long it takes.
 
     Examples
     --------
@@ -77,13 +77,13 @@ def timed(gather: Gather, tracker: Tracker) -> TimedGather:
 
 
 class TimedStore:
-    """A store whose `flush` and end of a `batch` count as the phase ``"sync"``; all else is the store's own."""
+    """A store whose `flush` and end of a `batch` count as the phase ``"sync"``; everything else passes through."""
 
     def __init__(self, store: Store, tracker: Tracker) -> None:
         self._store, self._tracker = store, tracker
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the store has."""
+        """Return the attribute of the store."""
         return getattr(self._store, name)
 
     @contextmanager

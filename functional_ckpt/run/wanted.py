@@ -62,7 +62,8 @@ class WantedKeys:
 
     def use(self, keys: Iterable[str]) -> None:
         """Record that stored keys are used."""
-        self._used.update(dict.fromkeys(keys))
+        for key in keys:
+            self._used[key] = None
 
     def use_below(self, key: str) -> None:
         """Record that all keys stored below `key` are used."""

@@ -11,7 +11,8 @@ import attrs
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError
 from functional_ckpt.spec.box import MAX_NDIM, Box
 
-__all__ = ["BITS", "DTYPES", "MAX_EXTENT", "ArraySpec", "ObjectSpec", "can_cast", "check_key"]
+__all__ = ["BITS", "DTYPES", "MAX_EXTENT", "MAX_KNOWN", "ArraySpec", "ObjectSpec", "can_cast", "check_key",
+           "known_spec"]  # fmt: skip
 
 #: Zarr v3 data type name -> (item size in bytes, kind). A same_kind cast may go from a kind to a later one:
 #: 0 bool, 1 unsigned, 2 signed, 3 floating, 4 complex. A data type outside this table is never passed to
@@ -45,6 +46,9 @@ DTYPES: Mapping[str, tuple[int, int]] = MappingProxyType(
 BITS: Mapping[str, str] = MappingProxyType(
     {name: "uint16" if name == "bfloat16" else "uint8" for name in DTYPES if name.startswith(("float8", "bfloat"))}
 )
+
+#: How many specs, leaves and names a process keeps from save to save: about 50 MB at most.
+MAX_KNOWN = 2**16
 
 #: Largest extent of one axis, in elements (TensorStore's limit, measured).
 MAX_EXTENT = 2**61
@@ -91,7 +95,7 @@ def _ints(shape: Iterable[int]) -> tuple[int, ...]:
 _whole_box = lru_cache(maxsize=1024)(Box.from_shape)
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class ArraySpec:
     """A whole array: `key` unique in the checkpoint, `shape` in elements, `dtype` a Zarr v3 name.
 
@@ -151,6 +155,10 @@ class ArraySpec:
     def box(self) -> Box:
         """The whole array as a box."""
         return _whole_box(self.shape)
+
+
+#: An `ArraySpec`, the same object for the same arguments: checked once, and compared at no cost.
+known_spec = lru_cache(maxsize=MAX_KNOWN)(ArraySpec)
 
 
 @attrs.frozen

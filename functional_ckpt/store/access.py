@@ -23,7 +23,7 @@ def _text_or_none(policy: Any, field: Any, value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class StorePolicy:
-    """How to reach an object store; file systems do not ask.
+    """How to reach an object store; file systems ignore it.
 
     Parameters
     ----------
@@ -72,12 +72,12 @@ class StorePolicy:
 
     @property
     def endpoint_url(self) -> str | None:
-        """The server's URL, of the policy or the environment; None for Amazon's own."""
+        """The server's URL, from the policy or the environment; None for Amazon's own."""
         return self.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
     @property
     def aws_region(self) -> str | None:
-        """The region, of the policy or the environment; None to ask the server."""
+        """The region, from the policy or the environment; None to ask the server."""
         found = self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         return found or ("us-east-1" if self.endpoint_url else None)
 
@@ -136,7 +136,7 @@ class Place:
         if self.scheme != "s3":
             return {"driver": "http", "base_url": f"{self.scheme}://{self.bucket}", "path": f"/{self.prefix}"}
         spec: dict[str, Any] = {"driver": "s3", "bucket": self.bucket, "path": self.prefix}
-        # One request by which the server judges the condition, rather than a look and then a write.
+        # One request, in which the server checks the condition, instead of a read and then a write.
         spec["use_conditional_write"] = True
         if policy.endpoint_url:
             spec["endpoint"] = policy.endpoint_url

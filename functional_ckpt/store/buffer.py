@@ -13,7 +13,7 @@ import numpy as np
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.encoding import Array
 
-__all__ = ["WHOLE", "Buffer", "Copier", "HostBuffer", "fragment_of", "native", "region_of"]
+__all__ = ["WHOLE", "Buffer", "Copier", "HostBuffer", "address_of", "fragment_of", "native", "region_of"]
 
 
 class Copier(Protocol):
@@ -64,6 +64,8 @@ class Buffer(Protocol):
 class HostBuffer:
     """A numpy array of any byte order. Its strides are arbitrary if its only fragment is the whole; else C-contiguous.
 
+    `address` is that of its first element: whoever knows it passes it, since numpy makes a dict to tell it.
+
     Examples
     --------
     >>> HostBuffer(np.arange(4)).get((2,), 2, (slice(0, 2),))
@@ -71,6 +73,7 @@ class HostBuffer:
     """
 
     array: Array
+    address: int | None = None
 
     def view(self, shape: tuple[int, ...], run: int) -> Array:
         """Return the fragment as a view."""
@@ -94,10 +97,16 @@ class HostBuffer:
     def memory(self) -> tuple[Hashable, View]:
         """Return where the array is."""
         array = self.array
-        address = array.__array_interface__["data"][0]
+        address = address_of(array) if self.address is None else self.address
         if array.flags.c_contiguous:
             return None, View.of_bytes(address, array.nbytes)
         return None, View(address, array.shape, array.strides, array.itemsize)
+
+
+def address_of(array: Array) -> int:
+    """Return the address of an array's first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 #: The region that is a whole fragment, whatever its number of dimensions.

@@ -1,4 +1,4 @@
-"""The claims of saves in place: which kind a store has, taken, looked for, and judged."""
+"""The claims of saves in place: which kind a store has, and how claims are taken, found and judged."""
 
 import os
 import stat
@@ -41,7 +41,7 @@ def has_claim(store: Store, save_id: str) -> bool:
 def claims_in(
     store: Store, but: str | None = None, there: Sequence[str] | None = None
 ) -> AbstractContextManager[tuple[list[str], list[str]]]:
-    """Hold the claims of dead saves in a place, so that nobody else cleans up after them; also name the live ones.
+    """Hold the claims of dead saves in a place, so that nobody else cleans up after them; also return the live ones.
 
     `there` are the names in an object store, if they were listed already.
     """
@@ -67,9 +67,9 @@ def names_in(root: Path) -> list[str]:
 
 @contextmanager
 def _dead_claims(root: Path, but: str | None = None) -> Iterator[tuple[list[str], list[str]]]:
-    """Hold the claims of dead saves in a directory, so that nobody else cleans up after them; also name the live ones.
+    """Hold the claims of dead saves in a directory, as `claims_in` does.
 
-    One that is just being made counts as neither: who makes it will find ours.
+    A claim that is being created counts as neither: its creator will find ours.
     """
     dead: list[str] = []
     live: list[str] = []

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from functional_ckpt.errors import DTypeError
 from functional_ckpt.plan.layout import Layout
-from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec
+from functional_ckpt.spec.array import BITS, DTYPES, MAX_KNOWN, ArraySpec
 
 __all__ = [
     "BEGINNINGS",
@@ -60,6 +60,7 @@ _ESCAPES = {
 }
 # Most keys match this and need no escaping letter by letter.
 _PLAIN_NAME = re.compile(r"(?!__)[a-z0-9_\-][a-z0-9_.\-]{0,199}")
+_BYTE = np.dtype(np.uint8)
 _NUMPY = {name: np.dtype(getattr(ml_dtypes, name)) if name in BITS else np.dtype(name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _NUMPY.items()}
 
@@ -111,6 +112,7 @@ def dtype_name(dtype: np.dtype[Any], key: str | None = None) -> str:
     return name
 
 
+@lru_cache(maxsize=MAX_KNOWN)
 def node_name(key: str) -> str:
     """Return the name of the Zarr node of `key`: injective, also on file systems that ignore case or Unicode form.
 
@@ -181,8 +183,7 @@ def digest_bytes(data: memoryview | bytes) -> bytes:
 
 def as_bytes(array: Array) -> memoryview:
     """Return the elements in C order as a flat memory view; copied only if the array is not C-contiguous."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(np.uint8).data
+    return np.ascontiguousarray(array).ravel().view(_BYTE).data
 
 
 def is_raw(layout: Layout) -> bool:

@@ -5,10 +5,10 @@ of a plain chunk is wanted, only that part is read. A chunk with codecs, and a c
 through TensorStore. An array of one chunk skips the grid: a small tensor costs two file creations and little else.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -184,14 +184,16 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     return hasher.digest()
 
 
-def check_needed(plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store) -> list[StorageError]:
-    """Return a problem for each chunk that `plan` reads from and that is missing, or has a wrong size."""
+def check_needed(
+    plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store, absent: Collection[str] | None = None
+) -> list[StorageError]:
+    """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
     needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
     for read in plan.reads:
         entry = entries[read.key]
         for index in entry.grid.touched(read.box):
             needed[entry.spec.key, index] = entry
-    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items())))
+    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items()), absent))
 
 
 def read_plan(
@@ -218,7 +220,8 @@ def read_plan(
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
-class _Piece(NamedTuple):
+@attrs.frozen
+class _Piece:
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]
@@ -227,11 +230,14 @@ class _Piece(NamedTuple):
     whole: bool
 
 
-def _pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
-    """Yield the pieces of `box` by the chunks that it touches, row-major."""
+def _pieces(grid: ChunkGrid, box: Box) -> Iterable[_Piece]:
+    """Return the pieces of `box` by the chunks that it touches, row-major."""
     if grid.is_single:
-        yield _Piece((0,) * len(grid.shape), 0, box, box.stop == grid.shape and not any(box.start))
-        return
+        return (_Piece((0,) * len(grid.shape), 0, box, box.stop == grid.shape and not any(box.start)),)
+    return _several_pieces(grid, box)
+
+
+def _several_pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
     for index in grid.touched(box):
         chunk = grid.box(index)
         common = chunk.intersect(box)

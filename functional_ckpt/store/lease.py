@@ -1,9 +1,9 @@
-"""`Lease`: the claim of a save in an object store, where nothing drops a lock for a process that has died.
+"""`Lease`: the claim of a save in an object store, where no lock is dropped when its process dies.
 
-The claim is an object that its saver writes anew every third of the lease, each time on the condition that it is still
-the one that it wrote last. Who wants to know whether the saver lives watches the object for as long as the lease:
-clocks of two machines are never compared. One that does not change is taken over by a conditional write, after which
-its saver, should it wake up, can neither renew it nor publish.
+The claim is an object that its saver renews every third of the lease, each time on the condition that it is still the
+one that it wrote last. A process that needs to know whether the saver lives watches the object for as long as the
+lease; clocks of two machines are never compared. If the object does not change, the process takes it over by a
+conditional write. Then its saver, if it wakes up, can neither renew it nor publish.
 """
 
 import json
@@ -36,11 +36,11 @@ class LeasedStore(Store, Protocol):
 
     @property
     def lease_s(self) -> float:
-        """How long a claim counts that is not renewed."""
+        """How long a claim counts after it was renewed last, in seconds."""
 
     @property
     def alone(self) -> bool:
-        """Whether the caller says that nobody else saves or sweeps here meanwhile."""
+        """Whether the caller says that nobody else saves or sweeps here at the same time."""
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
         """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now.
@@ -66,14 +66,14 @@ class Lease:
 
     @classmethod
     def take(cls, store: LeasedStore, save_id: str) -> "tuple[Lease, list[str]]":
-        """Create the claim, and find out by it whether the server heeds the condition of a write.
+        """Create the claim, and find out whether the server respects the condition of a write.
 
         Meanwhile the place is listed; the names are returned too.
 
         Raises
         ------
         StorageError
-            If it does not, and the caller does not say that he is alone.
+            If it does not, and the caller has not said that nobody else saves here (`StorePolicy.alone`).
         """
         lease = cls(store, claim_name(save_id), {"save_id": save_id, "lease_s": store.lease_s, **_process()})
         lease._stamp = store.replace(lease._label, lease._text(), None)
@@ -102,7 +102,7 @@ class Lease:
         return self._label
 
     def name(self, nodes: Sequence[str], durable: bool = False) -> None:
-        """Say which nodes are going to be written."""
+        """Record which nodes are going to be written."""
         self._content["nodes"] = list(nodes)
         if not self._renew():
             raise StorageError(
@@ -112,7 +112,7 @@ class Lease:
     def is_held(self) -> bool:
         """Renew the claim; tell whether that was possible: nobody has taken it over.
 
-        It says from now on that the root may be on its way, which may come after its saver has died.
+        From now on the claim says that the root is being written: the request may arrive after its saver has died.
         """
         self._content[_PUBLISHING] = True
         return self._renew()
@@ -136,13 +136,13 @@ class Lease:
         return json.dumps({**self._content, "beat": self._beat, **more}).encode() + b"\n"
 
     def set_aside(self) -> None:
-        """Keep what it named under another name, and remove the claim."""
+        """Keep its content under another name, and remove the claim."""
         self._end()
         self._store.publish(self._label + ABANDONED, self._text())
         self._store.delete([self._label])
 
     def release(self) -> str | None:
-        """Remove the claim; return what could not be done, in words."""
+        """Remove the claim; return a failure as text."""
         self._end()
         if self._dropped:
             return None
@@ -155,12 +155,12 @@ class Lease:
         return None
 
     def release_after(self, error: BaseException) -> None:
-        """Remove the claim of a save that has failed; what could not be done is noted with the error."""
+        """Remove the claim of a save that has failed; a failure to do so becomes a note of the error."""
         problem = self.release()
         add_notes(error, [problem] if problem else [])
 
     def drop(self) -> None:
-        """Stop renewing; the object stays until somebody finds that its lease has run out."""
+        """Stop renewing; the object stays until another process finds that its lease has expired."""
         self._end()
         self._dropped = True
 

@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tests.soak.copies import COPIES
+from tests.soak.halves_mutants import HALVES
 from tests.soak.mutant import Mutant
 from tests.soak.syncs import SYNCS
 
@@ -24,6 +26,8 @@ _FAILED = 1  # pytest's exit status when tests have run and some failed
 
 MUTANTS = (
     *SYNCS,
+    *COPIES,
+    *HALVES,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
@@ -75,7 +79,7 @@ MUTANTS = (
         ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
     ),
     Mutant(
-        "a rank writes on though its save was given up", "store/object_store.py",
+        "a rank writes on though its save was given up", "store/whole.py",
         "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
         ("tests/stores/test_savers.py", "-k", "given_up"),
     ),
@@ -95,7 +99,7 @@ MUTANTS = (
     ),
     Mutant(
         "a common half of another layout stays", "torch/megatron/strategies/zarr.py",
-        "make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)", "make_way(checkpoint_dir, COMMON, OBJECTS)",
+        "make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS,", "make_way(checkpoint_dir, COMMON, OBJECTS,",
         ("tests/test_halves.py", "-k", "layout"),
     ),
     Mutant(
@@ -104,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody looks whether the checkpoint was replaced between its halves", "torch/megatron/serialization.py",
-        "    if root_of(checkpoint_dir) != root:", "    if not checkpoint_dir:",
+        "    if root_of(checkpoint_dir, access) != root:", "    if not checkpoint_dir:",
         ("tests/test_halves.py", "-k", "while_its_halves"),
     ),
     Mutant(
