@@ -199,6 +199,6 @@ def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
 
 def test_fields_with_words():
     assert {name for _, name in WORDS} == {
-        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "staging", "object_codec", "cast", "verify",
-        "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
+        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "staging", "object_codec", "cast",
+        "verify", "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
     }  # fmt: skip
