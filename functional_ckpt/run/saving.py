@@ -44,7 +44,7 @@ from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import check_chunks
+from functional_ckpt.store.chunk import absent_chunks, check_chunks
 from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import METADATA_FILE, node_name
 from functional_ckpt.store.exchange import Exchange
@@ -333,7 +333,8 @@ def _check_presence(store: Store, manifest: Manifest, receipts: Sequence[Receipt
         for receipt in receipts
         for array, chunk in zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
     )
-    raise_problems(check_chunks(store, ((entry, entry.grid.index(chunk)) for entry, chunk in rows)))
+    wanted = ((entry, entry.grid.index(chunk)) for entry, chunk in rows)
+    raise_problems(check_chunks(store, wanted, absent_chunks(store, manifest.arrays) if receipts else None))
 
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """One chunk of an array: checking that it exists, reading it, its digest, and writing it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 import xxhash
@@ -26,6 +26,7 @@ from functional_ckpt.store.encoding import (
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
+    "absent_chunks",
     "check_chunk",
     "check_chunks",
     "check_digest",
@@ -59,22 +60,29 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
     return _bad_size(spec, layout, index, found) if found is None or found > most or (raw and found < most) else None
 
 
-def check_chunks(store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...]]]) -> Iterator[StorageError]:
+def check_chunks(
+    store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...]]], absent: Collection[str] | None = None
+) -> Iterator[StorageError]:
     """Yield a problem for each chunk that is missing, or has not its size where that costs little to know.
 
-    Else one listing tells what is there, and reading tells the rest.
+    Elsewhere those count as missing that `absent` names (see `absent_chunks`); without it, reading tells.
     """
     if store.capabilities.sized:
         found = (check_chunk(store, entry, index) for entry, index in wanted)
         yield from (problem for problem in found if problem is not None)
         return
-    chunks = list(wanted)
-    if not chunks or not store.capabilities.lists:
-        return
-    there = frozenset(store.names())
-    for entry, index in chunks:
-        if chunk_path(entry.spec.key, index) not in there:
+    for entry, index in wanted if absent else ():
+        if chunk_path(entry.spec.key, index) in (absent or ()):
             yield _bad_size(entry.spec, entry.layout, index, None)
+
+
+def absent_chunks(store: Store, entries: Iterable[ArrayEntry]) -> frozenset[str] | None:
+    """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed."""
+    if store.capabilities.sized or not store.capabilities.lists:
+        return None
+    there = frozenset(store.names())
+    chunks = ((entry, entry.grid.index(number)) for entry in entries for number in range(entry.grid.size))
+    return frozenset(name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there)
 
 
 def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:

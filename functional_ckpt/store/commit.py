@@ -30,6 +30,7 @@ from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import SaveClaim, Store, storage_errors
+from functional_ckpt.store.beside import bound_beside, digests_beside, require_beside
 from functional_ckpt.store.claims import claims_in, has_claim, take_claim
 from functional_ckpt.store.directories import (
     check_exchange,
@@ -241,6 +242,8 @@ def publish(
     durable = store.sync != "none"
     if site.mode == "marker":
         store.flush()
+        bound = bound_beside(manifest) or {}  # nobody replaces these any more: our claim is here
+        require_beside(store, bound, digests_beside(store, bound))
         confirm()
         if not store.capabilities.sized:
             _publish_object(store, root)
@@ -335,7 +338,7 @@ def _begin_marker(
         claim, there = take_claim(store, site.save_id, durability not in _NOT_EACH)
     try:
         with storage_errors("creating the directory to save to", site.url):
-            is_clean = _clear_in_place(store, claim.label, there)
+            is_clean = clear_in_place(store, claim.label, there)
             _check_names(store.names() if there is None or not is_clean else there, nodes, store.url)
             # Only now: files under these names are of this save. It names one at least, even without any array.
             claim.name([*nodes, MANIFEST], durability != "none")
@@ -345,8 +348,14 @@ def _begin_marker(
     return site, claim
 
 
-def _clear_in_place(store: Store, mine: str, there: Sequence[str] | None) -> bool:
-    """Remove the leftovers of dead saves; raise if a live one is writing. Tell whether there were no leftovers."""
+def clear_in_place(store: Store, mine: str, there: Sequence[str] | None = None) -> bool:
+    """Remove the leftovers of dead saves; raise if a live one is writing. Tell whether there were no leftovers.
+
+    Raises
+    ------
+    AlreadyExistsError
+        If there is another claim than `mine`, of a save that is running.
+    """
     # Other claims are listed after ours is taken: of two saves that begin at once, at least one sees the other.
     with claims_in(store, mine, there) as (dead, live):
         if live:

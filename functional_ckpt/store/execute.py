@@ -5,10 +5,10 @@ of a plain chunk is wanted, only that part is read. A chunk with codecs, and a c
 through TensorStore. An array of one chunk skips the grid: a small tensor costs two file creations and little else.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -184,14 +184,16 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     return hasher.digest()
 
 
-def check_needed(plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store) -> list[StorageError]:
-    """Return a problem for each chunk that `plan` reads from and that is missing, or has a wrong size."""
+def check_needed(
+    plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store, absent: Collection[str] | None = None
+) -> list[StorageError]:
+    """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
     needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
     for read in plan.reads:
         entry = entries[read.key]
         for index in entry.grid.touched(read.box):
             needed[entry.spec.key, index] = entry
-    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items())))
+    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items()), absent))
 
 
 def read_plan(
@@ -202,23 +204,29 @@ def read_plan(
     budget_nbytes: int,
     verify: str = "covered",
     on_bytes: OnBytes | None = None,
+    on_start: OnBytes | None = None,
 ) -> None:
     """Run `plan`: fill the rank's `buffers`. `verify` is ``"covered"``, ``"full"`` or ``"none"``.
+
+    Before the first read `on_start` is called with the bytes of all.
 
     Raises
     ------
     CorruptionError
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
+    concurrency = store.capabilities.concurrency
+    work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
+    if on_start is not None:
+        on_start(sum(piece.nbytes for piece in work))
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    concurrency = store.capabilities.concurrency
-    work = _reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency))
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
-class _Piece(NamedTuple):
+@attrs.frozen
+class _Piece:
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]

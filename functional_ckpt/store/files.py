@@ -168,6 +168,7 @@ class FileStore:
                 if not self._is_linked(new, name):
                     if not isinstance(error, FileExistsError):
                         raise
+                    self.delete([new])
                     raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
             with suppress(OSError):  # the final name exists, or `sweep` removes this one
                 os.unlink(self._prefix + new)
@@ -315,10 +316,9 @@ class FileStore:
             with storage_errors("deleting", name):
                 (self.root / name).unlink(missing_ok=True)
         for directory in {os.path.dirname(name): None for name in names if "/" in name}:
-            try:
+            with suppress(OSError):  # it holds other files
                 (self.root / directory).rmdir()
-            except OSError:
-                continue  # it holds other files
+                self._directories.pop(directory, None)
 
     def flush(self) -> None:
         """Sync the directories of synced files, or the whole file system, depending on `sync`."""

@@ -19,6 +19,7 @@ from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
@@ -143,12 +144,15 @@ class TorchLeaves:
         if isinstance(leaf, LocalTensors):
             for tensor in leaf.data:
                 _check_fillable(key, tensor, rank)
-            return Target(_held_shards(key, leaf, leaf.data), leaf)
+            return Target.of(_held_shards(key, leaf, leaf.data), rank, leaf)
         _check_type(key, leaf)
         leaf = _allocated(leaf, device) if leaf.is_meta else leaf
         local = _local(leaf)
         _check_fillable(key, local, rank)
-        return Target(self._held(key, leaf, local), leaf)
+        if isinstance(leaf, DTensor):
+            return Target.of(self._held(key, leaf, local), rank, leaf)
+        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+        return Target(_identity(leaf, ()), (ShardSpec(spec, spec.box, rank),), (_buffer(local),), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -237,9 +241,9 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
 
 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor."""
+    """Return the local part of a tensor, detached."""
     if not isinstance(leaf, DTensor):
-        return leaf
+        return leaf.detach() if leaf.requires_grad else leaf
     # to_local goes through autograd, which costs more than the rest of the work for a small tensor.
     local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
     return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local

@@ -20,11 +20,13 @@ from functional_ckpt import (
     verify,
 )
 from functional_ckpt.cli import main
-from functional_ckpt.errors import CheckpointError, NotACheckpointError, PolicyError, StorageError
+from functional_ckpt.errors import CheckpointError, CorruptionError, NotACheckpointError, PolicyError, StorageError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.base import UNSIZED
+from functional_ckpt.store.joiner import REUSED_NBYTES
+from functional_ckpt.store.object_store import ObjectStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
 from functional_ckpt.testing.simulate import run_ranks
@@ -109,6 +111,47 @@ def test_requests_are_chunks_arrays_and_a_constant(server, url):
     assert counts["load", 4] - 4 * 4 <= 5
 
 
+def _listings(server):
+    return sum("list-type" in request.target for request in server.proxy.requests)
+
+
+def test_one_listing_of_a_load_and_each_chunk_read_once(server, url):
+    """By one rank for all, however many ranks want parts of a chunk, unless the policy says otherwise."""
+    rows = ArraySpec("w", (64, 8), "float32")
+    whole = np.arange(512, dtype="f4").reshape(64, 8)
+    layout = LayoutPolicy(target_chunk_nbytes=2**9, min_chunk_nbytes=2**8)
+    save({"w": whole, "long": "x" * 70_000, "longer": "y" * 80_000}, url, policy=server.saving(layout=layout))
+    chunks = [name for name in names(url, server.access()) if "/c." in name]
+    assert len([name for name in chunks if name.startswith("w/")]) == 4
+
+    def columns(gather, **more):
+        box = Box((0, gather.rank * 2), (64, gather.rank * 2 + 2))
+        like = {"w": LocalShards(ShardSpec(rows, box), np.zeros((64, 2), "f4")), "long": "", "longer": ""}
+        found = load(like, url, policy=server.loading(**more), process_group=gather)
+        return np.array_equal(found["w"].data[0], whole[:, gather.rank * 2 : gather.rank * 2 + 2])
+
+    for more, reads in (({}, 4), ({"read_once": False}, 16), ({"budget_nbytes": 600}, 16)):
+        server.proxy.reset()
+        assert run_ranks(4, lambda gather, more=more: columns(gather, **more)) == [True] * 4
+        assert _listings(server) == 1
+        assert sum("/w/c." in request.target for request in server.proxy.requests) == reads
+    server.proxy.reset()
+    assert open_checkpoint(url)["w"][5, 3] == whole[5, 3]
+    assert _listings(server) == 0
+
+
+def test_a_missing_chunk_is_named_before_anything_is_read(server, url):
+    save(state(), url, policy=server.saving(layout=CHUNKED))
+    open_store(url).delete(["w/c.1.0"])
+    server.proxy.reset()
+    with pytest.raises(CorruptionError, match="a stored chunk is missing") as caught:
+        load(state(0), url)
+    assert (caught.value.key, caught.value.chunk) == ("w", "c.1.0")
+    assert not [request for request in server.proxy.requests if "/w/c." in request.target]
+    with pytest.raises(CorruptionError, match="missing"):
+        open_checkpoint(url)["w"][:]
+
+
 def test_many_requests_at_a_time(server, url):
     server.proxy.latency_s = 0.02
     state = {f"a{i}": np.full(16, i, "f4") for i in range(64)}
@@ -170,6 +213,31 @@ def test_chunks_in_flight_keep_to_the_budget(server, url):
     server.proxy.reset()
     load(state, url, policy=server.loading(budget_nbytes=budget_nbytes))
     assert 1 < server.proxy.most_in_flight <= 4
+
+
+def test_large_objects_are_handed_over_by_one_thread(server, url, monkeypatch):
+    """Each thread that hands one over keeps memory of that size."""
+    opened, threads = ObjectStore._kv, []
+
+    class Watched:
+        def __init__(self, store):
+            self.kv = opened(store)
+
+        def __getattr__(self, name):
+            return getattr(self.kv, name)
+
+        def write(self, name, data, **condition):
+            if data is not None and len(data) >= REUSED_NBYTES:
+                threads.append(threading.get_ident())
+            return self.kv.write(name, data, **condition)
+
+    monkeypatch.setattr(ObjectStore, "_kv", lambda store: Watched(store))
+    state = {f"w{i}": np.full((2 + i % 2, 2**18), i, "f4") for i in range(8)}
+    save(state, url, policy=server.saving())
+    assert len(threads) == 8
+    assert len({*threads}) == 1
+    loaded = load({key: np.zeros_like(value) for key, value in state.items()}, url, policy=server.loading())
+    assert all(np.array_equal(loaded[key], value) for key, value in state.items())
 
 
 def test_a_large_chunk_is_read_by_ranges_in_parallel(server, url):
