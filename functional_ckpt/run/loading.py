@@ -216,12 +216,14 @@ class _Loader:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
         budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
-        arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
-        if moved is not None:
-            total += nbytes_read([entry.layout for entry in arrays], moved, self.rank)
-        tracker.enter("read", total)
+        arrays = self.manifest.arrays
+        shared = 0 if moved is None else nbytes_read([entry.layout for entry in arrays], moved, self.rank)
+
+        def begin(nbytes: int) -> None:
+            tracker.enter("read", nbytes + shared)
+
         try:
-            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
+            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add, begin)
         except Exception as error:
             if moved is None:
                 raise

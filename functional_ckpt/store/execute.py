@@ -235,19 +235,24 @@ def read_plan(
     budget_nbytes: int,
     verify: str = "covered",
     on_bytes: OnBytes | None = None,
+    on_start: OnBytes | None = None,
 ) -> None:
     """Run `plan`: fill the rank's `buffers`. `verify` is ``"covered"``, ``"full"`` or ``"none"``.
+
+    Before the first read `on_start` is called with the bytes of all.
 
     Raises
     ------
     CorruptionError
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
+    concurrency = store.capabilities.concurrency
+    work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
+    if on_start is not None:
+        on_start(sum(piece.nbytes for piece in work))
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    concurrency = store.capabilities.concurrency
-    work = _reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency))
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
