@@ -16,6 +16,7 @@ from tests.soak.copies import COPIES
 from tests.soak.files import FILES
 from tests.soak.halves_mutants import HALVES
 from tests.soak.mutant import Mutant
+from tests.soak.remembered import REMEMBERED
 from tests.soak.syncs import SYNCS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,7 @@ MUTANTS = (
     *FILES,
     *SYNCS,
     *COPIES,
+    *REMEMBERED,
     *HALVES,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
@@ -231,11 +233,6 @@ MUTANTS = (
         "a check is remembered though another rank has forgotten it", "torch/megatron/validation.py",
         "if all(known == world for _, known in proposals):", "if checked == world:",
         ("property_tests/test_serialization.py", "-k", "f3"),
-    ),
-    Mutant(
-        "a plan is remembered whatever the ranks and the store can do", "plan/agreement.py",
-        "        fingerprint(basis),", "        fingerprint(attrs.evolve(basis, shared_ok=True, owned_ok=True)),",
-        ("property_tests/test_memory.py",),
     ),
     Mutant(
         "a rank that holds a shard twice writes it twice", "torch/megatron/strategies/fully_parallel.py",
