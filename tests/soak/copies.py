@@ -17,8 +17,7 @@ COPIES = (
     ),
     Mutant(
         "a part of a span is given away twice", "store/pool.py",
-        "                self._left[number : number + 1] = [(a, b) for a, b in ((first, low), (high, last)) if a < b]",
-        "                pass",
+        "self._left[number : number + 1] = [(a, b) for a, b in ((first, low), (high, last)) if a < b]", "pass",
         ("property_tests/test_staging.py",),
     ),
     Mutant(
