@@ -17,7 +17,7 @@ from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.run.staging import release_staging
 from functional_ckpt.store import staging
 from functional_ckpt.store.files import FileStore
-from functional_ckpt.store.pool import Span, StagingPool, host_memory, the_pool
+from functional_ckpt.store.pool import Span, StagingPool, aligned, host_memory, the_pool
 from property_tests.test_roundtrip import directory
 
 # Each example saves several times, in a thread.
@@ -59,10 +59,11 @@ def users_after(steps, pool):
     users, most, written = [], 0, 0
     for name, *arguments in steps:
         if name == "take":
+            needed = pool.used_nbytes + sum(aligned(size or 1) for size in arguments[0])
+            most = max(most, needed if arguments[1] is None else arguments[1])
             for span in pool.take(arguments[0], keep_nbytes=arguments[1]):
                 written = written % 250 + 1
                 users.append(User(span, written))
-            most = max(most, pool.used_nbytes if arguments[1] is None else arguments[1])
             span = None
         elif name == "release":
             pool.release()
@@ -91,6 +92,7 @@ def test_no_byte_has_two_users(steps):
 
 
 @given(STEPS)
+@example([("take", [0, 0], None), ("drop", 0), ("take", [129], None), ("take", [65], None)])
 def test_the_pool_never_holds_more_than_its_limit(steps):
     pool = StagingPool()
     for _, most in users_after(steps, pool):
