@@ -1,6 +1,7 @@
 """One chunk of an array: checking that it exists, reading it, its digest, and writing it."""
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -23,6 +24,7 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
+from functional_ckpt.store.work import at_once
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
@@ -77,12 +79,17 @@ def check_chunks(
 
 
 def absent_chunks(store: Store, entries: Iterable[ArrayEntry]) -> frozenset[str] | None:
-    """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed."""
+    """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed.
+
+    Each of them is looked for once more: a server may list what was there a moment ago.
+    """
     if store.capabilities.sized or not store.capabilities.lists:
         return None
     there = frozenset(store.names())
     chunks = ((entry, entry.grid.index(number)) for entry in entries for number in range(entry.grid.size))
-    return frozenset(name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there)
+    unlisted = [name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there]
+    found = at_once([partial(store.nbytes_of, name) for name in unlisted], store.capabilities.concurrency)
+    return frozenset(name for name, nbytes in zip(unlisted, found, strict=True) if nbytes is None)
 
 
 def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:

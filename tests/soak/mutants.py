@@ -39,8 +39,24 @@ MUTANTS = (
     ),
     Mutant(
         "an object of a store is written without a condition", "store/object_store.py",
-        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
+        "write(name, joined(parts, nbytes), if_equal=_MISSING)", "write(name, joined(parts, nbytes))",
         ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
+    ),
+    Mutant(
+        "a large object of a store is written without a condition", "store/object_store.py",
+        "lambda data: kv.write(name, data, if_equal=_MISSING)", "lambda data: kv.write(name, data)",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "a claim is written without a condition", "store/object_store.py",
+        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "large objects are handed over by many threads, each of which keeps memory", "store/object_store.py",
+        "self._joiner.passed(parts, nbytes, lambda data: kv.write(name, data, if_equal=_MISSING))",
+        "kv.write(name, joined(parts, nbytes), if_equal=_MISSING)",
+        ("tests/stores/test_objects.py", "-k", "handed_over"),
     ),
     Mutant(
         "a server is not asked whether it heeds conditions", "store/lease.py",
