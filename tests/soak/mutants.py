@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.soak.copies import COPIES
 from tests.soak.halves_mutants import HALVES
 from tests.soak.mutant import Mutant
+from tests.soak.reads import READS
 from tests.soak.syncs import SYNCS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,7 @@ MUTANTS = (
     *SYNCS,
     *COPIES,
     *HALVES,
+    *READS,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
