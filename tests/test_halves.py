@@ -170,7 +170,7 @@ def test_a_common_half_of_the_other_layout_does_not_stay(first, then, tmp_path):
 @pytest.mark.parametrize("saves", [megatron_saves, ours_saves])
 def test_checkpoints_of_before_load(saves, tmp_path, monkeypatch):
     """Their roots bind nothing."""
-    monkeypatch.setattr(zarr, "attributes_for", lambda _: None)
+    monkeypatch.setattr(zarr, "attributes_for", lambda *_: None)
     saves(tmp_path, 1)
     assert dict(functional_ckpt.open_checkpoint(tmp_path).attributes) == {}
     assert ours_loads(tmp_path) == megatron_loads(tmp_path) == (1, 1)

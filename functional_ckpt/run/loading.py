@@ -12,11 +12,12 @@ from functional_ckpt.errors import (
     CheckpointError,
     PathNotSharedError,
     PerRankError,
+    PolicyError,
     SpecError,
     raise_problems,
 )
 from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
-from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
+from functional_ckpt.plan.manifest import ArrayEntry, RankItem
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.run.arguments import check_load
 from functional_ckpt.run.comm import Gather, agree, together
@@ -29,8 +30,8 @@ from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import widest
 from functional_ckpt.spec.tree import Path as TreePath
 from functional_ckpt.spec.tree import key_of, map_leaves
-from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
+from functional_ckpt.store.chunk import absent_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import check_needed, read_plan
@@ -54,24 +55,27 @@ def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, t
     """
     found: list[Opened] = []
 
-    def open_it() -> str:
+    def open_it() -> tuple[str, frozenset[str] | None]:
         check_load(like, path, policy, tracker.report)
         found.append(Opened.at(path, policy.store))
-        return found[0].digest
+        # A listing has everything: one rank asks for it.
+        return found[0].digest, None if gather.rank else absent_chunks(found[0].store, found[0].manifest.arrays)
 
     try:
-        digests = together(gather, open_it)
-        if len(set(digests)) > 1:
+        opened = together(gather, open_it)
+        if len({digest for digest, _ in opened}) > 1:
             remedy = "If it is being overwritten, load it again; else load from a path that all ranks share"
             raise PathNotSharedError("ranks see different checkpoints under one path", path=str(path), remedy=remedy)
-        return _load(like, found[0], policy, gather, tracker)
+        return _load(like, found[0], policy, gather, tracker, opened[0][1])
     finally:
-        for opened in found:
-            opened.close()
+        for mine in found:
+            mine.close()
 
 
-def _load(like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker) -> Any:
-    loader = _Loader(opened.manifest, opened.store, policy, gather)
+def _load(
+    like: Any, opened: Opened, policy: LoadPolicy, gather: Gather, tracker: Tracker, absent: frozenset[str] | None
+) -> Any:
+    loader = _Loader(opened, policy, gather, absent)
     kept: list[tuple[Any, LoadPlan]] = []
 
     def plan() -> _Request:
@@ -126,14 +130,14 @@ class _Deferred:
 class _Loader:
     """Finds for each leaf of `like` what is stored for it; one object per load."""
 
-    def __init__(self, manifest: Manifest, store: Store, policy: LoadPolicy, gather: Gather) -> None:
-        self.manifest, self.store, self.policy, self.gather = manifest, store, policy, gather
-        self.rank = gather.rank
+    def __init__(self, opened: Opened, policy: LoadPolicy, gather: Gather, absent: frozenset[str] | None) -> None:
+        self.manifest = manifest = opened.manifest
+        self.store, self.policy, self.gather, self.rank, self.absent = opened.store, policy, gather, gather.rank, absent
         self.keys = WantedKeys(manifest, policy)
         self.shards: list[ShardSpec] = []
         self.buffers: list[Buffer] = []
         self._problems: list[CheckpointError] = []
-        self._objects = ObjectReader(store, policy.safe_globals)
+        self._objects = ObjectReader(opened.store, policy.safe_globals)
         self._values = {value.key: value for value in manifest.values}
         self._per_rank = {entry.key: entry for entry in manifest.per_rank}
         self._filled: dict[Hashable, ArrayEntry] = {}
@@ -157,13 +161,20 @@ class _Loader:
         except CheckpointError as error:
             self._problems.append(error)
             return LoadPlan(())
-        self._problems += check_needed(plan, entries, self.store)
+        self._problems += check_needed(plan, entries, self.store, self.absent)
         return plan
+
+    @property
+    def _reads_once(self) -> bool:
+        """Whether ranks read for one another: as the policy says, else where reading is dear."""
+        if self.policy.read_once is None:
+            return self.gather.size > 1 and not self.store.capabilities.sized
+        return self.policy.read_once
 
     def request(self, plan: LoadPlan) -> _Request:
         """Return what the other ranks must know."""
         wanted: Pieces | None = None
-        if self.policy.read_once and isinstance(self.gather, Exchange):
+        if self._reads_once and isinstance(self.gather, Exchange):
             entries = self.manifest.arrays
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
@@ -193,19 +204,26 @@ class _Loader:
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)
-        alone, moved = plan_read_once(arrays, wanted, self.rank, budget)
+        try:
+            alone, moved = plan_read_once(arrays, wanted, self.rank, budget)
+        except PolicyError:  # on every rank: all plan the same moves
+            if self.policy.read_once:
+                raise
+            return plan, None
         return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
 
     def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
         budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
-        arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
-        if moved is not None:
-            total += nbytes_read([entry.layout for entry in arrays], moved, self.rank)
-        tracker.enter("read", total)
+        arrays = self.manifest.arrays
+        shared = 0 if moved is None else nbytes_read([entry.layout for entry in arrays], moved, self.rank)
+
+        def begin(nbytes: int) -> None:
+            tracker.enter("read", nbytes + shared)
+
         try:
-            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
+            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add, begin)
         except Exception as error:
             if moved is None:
                 raise
@@ -234,20 +252,11 @@ class _Loader:
             self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError(
-                    "the checkpoint has an object, `like` an array",
-                    key,
-                    remedy="Put any plain value in its place in `like`",
-                )
+                raise _unlike(key, "an object", "an array", "any plain value")
             return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
-                raise SpecError(
-                    "the checkpoint has a plain value, `like` an array",
-                    key,
-                    found=self._values[key].text,
-                    remedy="Put any plain value in its place in `like`",
-                )
+                raise _unlike(key, "a plain value", "an array", "any plain value", found=self._values[key].text)
             return decode_text(key, self._values[key].text)
         if entry is None:
             return self._unstored_leaf(key, leaf)
@@ -255,12 +264,13 @@ class _Loader:
             array = adapter_of(entry.spec)
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
-            raise SpecError(
-                "the checkpoint has an array, `like` a plain value",
+            raise _unlike(
                 key,
+                "an array",
+                "a plain value",
+                "a tensor, an array or an ArraySpec",
                 shape=entry.spec.shape,
                 found=type(leaf).__name__,
-                remedy="Put a tensor, an array or an ArraySpec in its place in `like`",
             )
         return self._array_leaf(key, entry, leaf, adapter)
 
@@ -307,11 +317,7 @@ class _Loader:
         else:
             self.keys.use_below(key)
             if key in self._per_rank:
-                raise SpecError(
-                    "the checkpoint has values that differ by rank, `like` one value",
-                    key,
-                    remedy="Put a PerRank(...) in its place in `like`",
-                )
+                raise _unlike(key, "values that differ by rank", "one value", "a PerRank(...)")
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
             raise SpecError(
                 "the checkpoint has several leaves, `like` one",
@@ -382,3 +388,9 @@ def _rank_key(key: str, rank: int, inner: TreePath) -> str:
 
 def _resolved(tree: Any) -> Any:
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Deferred) else leaf, tree)
+
+
+def _unlike(key: str, stored: str, like: str, instead: str, **facts: Any) -> SpecError:
+    """Return the error for a leaf of `like` that is of another kind than what is stored under its key."""
+    remedy = f"Put {instead} in its place in `like`"
+    return SpecError(f"the checkpoint has {stored}, `like` {like}", key, remedy=remedy, **facts)

@@ -1,6 +1,7 @@
 """One chunk of an array: checking that it exists, reading it, its digest, and writing it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -23,9 +24,11 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
+from functional_ckpt.store.work import at_once
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
+    "absent_chunks",
     "check_chunk",
     "check_chunks",
     "check_digest",
@@ -59,22 +62,34 @@ def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> Stor
     return _bad_size(spec, layout, index, found) if found is None or found > most or (raw and found < most) else None
 
 
-def check_chunks(store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...]]]) -> Iterator[StorageError]:
+def check_chunks(
+    store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...]]], absent: Collection[str] | None = None
+) -> Iterator[StorageError]:
     """Yield a problem for each chunk that is missing, or has not its size where that costs little to know.
 
-    Else one listing tells what is there, and reading tells the rest.
+    Elsewhere those count as missing that `absent` names (see `absent_chunks`); without it, reading tells.
     """
     if store.capabilities.sized:
         found = (check_chunk(store, entry, index) for entry, index in wanted)
         yield from (problem for problem in found if problem is not None)
         return
-    chunks = list(wanted)
-    if not chunks or not store.capabilities.lists:
-        return
-    there = frozenset(store.names())
-    for entry, index in chunks:
-        if chunk_path(entry.spec.key, index) not in there:
+    for entry, index in wanted if absent else ():
+        if chunk_path(entry.spec.key, index) in (absent or ()):
             yield _bad_size(entry.spec, entry.layout, index, None)
+
+
+def absent_chunks(store: Store, entries: Iterable[ArrayEntry]) -> frozenset[str] | None:
+    """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed.
+
+    Each of them is looked for once more: a server may list what was there a moment ago.
+    """
+    if store.capabilities.sized or not store.capabilities.lists:
+        return None
+    there = frozenset(store.names())
+    chunks = ((entry, entry.grid.index(number)) for entry in entries for number in range(entry.grid.size))
+    unlisted = [name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there]
+    found = at_once([partial(store.nbytes_of, name) for name in unlisted], store.capabilities.concurrency)
+    return frozenset(name for name, nbytes in zip(unlisted, found, strict=True) if nbytes is None)
 
 
 def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:
@@ -171,15 +186,14 @@ def write_header(array: ArrayPlan, store: Store) -> None:
     store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
 
 
-def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
-    """Write the whole chunk whose cells are `box`, and return its digest."""
-    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-    name = chunk_path(spec.key, index)
-    if is_raw(layout):
-        return create_chunk(store, name, values, layout)
+def write_chunk(store: Store, array: ArrayPlan, index: tuple[int, ...], values: Array) -> bytes:
+    """Write the cells of a whole chunk, and return their digest."""
+    name = chunk_path(array.spec.key, index)
+    if is_raw(array.layout):
+        return create_chunk(store, name, values, array.layout)
     from functional_ckpt.store.zarr import encode_chunk
 
-    data = encode_chunk(spec, layout, box, values)
+    data = encode_chunk(array.spec, array.layout, array.grid.box(index), values)
     store.create(name, [memoryview(data)], len(data))
     return digest(values)
 
@@ -195,7 +209,8 @@ def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
     """Write a whole plain chunk and return its digest."""
     nbytes = layout.chunk_nbytes
-    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks in full; cells outside the array are zero
+    # Zarr stores edge chunks in full; cells outside the array are zero.
+    if values.shape != layout.chunk and values.shape[1:] != layout.chunk[1:]:
         padded = np.zeros(layout.chunk, values.dtype)
         padded[tuple(slice(0, n) for n in values.shape)] = values
         store.create(name, [as_bytes(padded)], nbytes)

@@ -30,6 +30,7 @@ from functional_ckpt.plan.manifest import FORMAT, Manifest
 from functional_ckpt.spec.array import BITS
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import SaveClaim, Store, storage_errors
+from functional_ckpt.store.beside import bound_beside, digests_beside, require_beside
 from functional_ckpt.store.claims import claims_in, has_claim, take_claim
 from functional_ckpt.store.directories import (
     check_exchange,
@@ -44,8 +45,7 @@ from functional_ckpt.store.encoding import (
     METADATA_TEXT,
     PROVENANCE,
     ROOT,
-    array_metadata,
-    node_name,
+    named_metadata,
     to_json,
 )
 from functional_ckpt.store.file_claim import Claim, claimed_by
@@ -103,7 +103,9 @@ class Site:
 
     def store(self, sync: str = "none") -> Store:
         """Return the store to write to; in marker mode nothing is written there once the claim is gone."""
-        guarded = self.mode == "marker" and open_store(self.url).capabilities.shared
+        if self.mode == "rename":  # through a handle of the directory: the system finds it once, not for each file
+            return open_store(self.work_url, sync).pinned()
+        guarded = open_store(self.url).capabilities.shared
         return open_store(self.work_url, sync, claim_name(self.save_id) if guarded else None, self.access)
 
 
@@ -241,6 +243,8 @@ def publish(
     durable = store.sync != "none"
     if site.mode == "marker":
         store.flush()
+        bound = bound_beside(manifest) or {}  # nobody replaces these any more: our claim is here
+        require_beside(store, bound, digests_beside(store, bound))
         confirm()
         if not store.capabilities.sized:
             _publish_object(store, root)
@@ -335,7 +339,7 @@ def _begin_marker(
         claim, there = take_claim(store, site.save_id, durability not in _NOT_EACH)
     try:
         with storage_errors("creating the directory to save to", site.url):
-            is_clean = _clear_in_place(store, claim.label, there)
+            is_clean = clear_in_place(store, claim.label, there)
             _check_names(store.names() if there is None or not is_clean else there, nodes, store.url)
             # Only now: files under these names are of this save. It names one at least, even without any array.
             claim.name([*nodes, MANIFEST], durability != "none")
@@ -345,8 +349,14 @@ def _begin_marker(
     return site, claim
 
 
-def _clear_in_place(store: Store, mine: str, there: Sequence[str] | None) -> bool:
-    """Remove the leftovers of dead saves; raise if a live one is writing. Tell whether there were no leftovers."""
+def clear_in_place(store: Store, mine: str, there: Sequence[str] | None = None) -> bool:
+    """Remove the leftovers of dead saves; raise if a live one is writing. Tell whether there were no leftovers.
+
+    Raises
+    ------
+    AlreadyExistsError
+        If there is another claim than `mine`, of a save that is running.
+    """
     # Other claims are listed after ours is taken: of two saves that begin at once, at least one sees the other.
     with claims_in(store, mine, there) as (dead, live):
         if live:
@@ -385,7 +395,5 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     # With one array of a type that stock zarr-python does not know, it could not open the group at all.
     if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
         return to_json(root)
-    members = b",".join(
-        to_json(node_name(e.spec.key)) + b":" + array_metadata(e.spec, e.layout) for e in manifest.arrays
-    )
+    members = b",".join(named_metadata(entry.spec, entry.layout) for entry in manifest.arrays)
     return CONSOLIDATED + members + CONSOLIDATED_END + to_json(root)[1:]

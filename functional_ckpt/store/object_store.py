@@ -6,7 +6,6 @@ A request costs a round trip, so that many are sent at a time; names come from o
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
 from threading import Lock
@@ -19,8 +18,8 @@ from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageE
 from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
 from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner, joined
-from functional_ckpt.store.lease import is_taken
 from functional_ckpt.store.server_errors import explained, knows_no_condition
+from functional_ckpt.store.whole import WholeStore
 from functional_ckpt.store.zarr import refuse_forked
 
 __all__ = ["ObjectStore"]
@@ -48,7 +47,7 @@ class _Guarding:
 
 
 @attrs.frozen
-class ObjectStore:
+class ObjectStore(WholeStore):
     """Objects under a prefix of a bucket. Each write is whole, and done when it returns; none replaces an object.
 
     Nothing is written any more once the claim `guard` is gone, as far as this rank has noticed: it looks every third of
@@ -125,14 +124,6 @@ class ObjectStore:
         if found.value != content():
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
         return found.stamp.generation
-
-    def batch(self) -> AbstractContextManager[object]:
-        """Return what does nothing."""
-        return nullcontext()
-
-    def publish(self, name: str, data: bytes) -> None:
-        """Write a new object; every write here is whole."""
-        self.create(name, [memoryview(data)], len(data))
 
     def replace(self, name: str, data: bytes, stamp: object) -> object:
         """Write over an object whose stamp is still `stamp`; return the new one, or None if it is another's by now.
@@ -248,26 +239,6 @@ class ObjectStore:
         for key in self._wait("listing", "", self._kv().list()):
             yield key.decode("utf-8", "surrogateescape")
 
-    def children(self) -> Iterator[str]:
-        """Yield the names right below the prefix; TensorStore has no listing that stops there, so all are listed."""
-        heads = (name.partition("/") for name in self.names())
-        yield from dict.fromkeys(head + slash for head, slash, _ in heads)
-
-    def pinned(self) -> "ObjectStore":
-        """Return the store itself: a committed checkpoint is not overwritten here."""
-        return self
-
-    def read_by(self, count: int) -> "ObjectStore":
-        """Return the store itself: processes share nothing here."""
-        return self
-
-    def unpin(self) -> None:
-        """Do nothing."""
-
-    def is_current(self) -> bool:
-        """Return True."""
-        return True
-
     def stamp(self, name: str) -> object:
         """Return the generation of an object, on S3 its entity tag."""
         found = self._wait("looking at", name, self._kv().read(name, byte_range=slice(0, 0)))
@@ -288,19 +259,12 @@ class ObjectStore:
             now = time.monotonic()
             if self._guarding.looked_s is not None and now - self._guarding.looked_s < self.policy.lease_s / 3:
                 return
-            data = self.read(self.guard)
-            if data is None or is_taken(data):
-                raise StorageError(
-                    "the save was abandoned or swept while this rank was writing",
-                    path=self.url,
-                    expected=f"the claim {self.guard}",
-                    found="none",
-                    remedy="Save again under a new path",
-                )
+            try:
+                super().check_guard()
+            except StorageError:
+                list(self.names())  # says what is wrong with the bucket, if that is so
+                raise
             self._guarding.looked_s = now
-
-    def flush(self) -> None:
-        """Do nothing: a write is durable when the server confirms it."""
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's key-value store at `prefix`."""

@@ -52,11 +52,17 @@ def open_store(
 
         return ObjectStore(place, access, guard)
     if scheme != "file":
-        raise NotImplementedYet(
-            "this version has no store for this URL",
-            found=f"{scheme}://{rest}",
-            expected="a path, file://, memory://, " + ", ".join(f"{known}://" for known in SCHEMES),
-        )
+        from functional_ckpt.store.plugins import GROUP, plugged_in  # looks through all installed packages
+
+        found = plugged_in(scheme, f"{scheme}://{rest}", guard, access)
+        if found is None:
+            raise NotImplementedYet(
+                "there is no store for this URL",
+                found=f"{scheme}://{rest}",
+                expected="a path, file://, memory://, " + ", ".join(f"{known}://" for known in SCHEMES),
+                remedy=f"Install a package that has one (entry point {GROUP})",
+            )
+        return found
     return FileStore(local_path(url), sync, guard)
 
 

@@ -8,14 +8,17 @@ __all__ = ["explained", "knows_no_condition"]
 
 # What a part of TensorStore's text means, and what to do about it; the first that is found counts.
 _MEANINGS = (
-    (r"NoSuchBucket|Invalid S3 bucket name|Bucket .* (not found|does not exist)",
+    (r"NoSuchBucket|bucket does not exist|Invalid S3 bucket name|Bucket .* (not found|does not exist)",
      "Check the bucket's name, the region and the endpoint"),
     (r"ExpiredToken|token .*expired|TokenRefreshRequired", "Renew the credentials"),
     (r"SignatureDoesNotMatch|InvalidAccessKeyId|RequestTimeTooSkewed|UNAUTHENTICATED|credentials",
      "Check the credentials and the clock of this machine"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region",
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|aws_region|requires .*region|'30[17]'",
      "Check the region: pass StorePolicy(region=...) or set AWS_REGION"),
-    (r"PERMISSION_DENIED|'40[13]'", "Check the credentials, whether they have expired, and what they allow here"),
+    (r"PERMISSION_DENIED|AccessDenied|\"code\": 40[13]|'40[13]'",
+     "Check the credentials, whether they have expired, and what they allow here"),
+    # An answer to HEAD says no more; Amazon answers so to a wrong region and to a token that has expired.
+    (r"'400'", "Check the region (StorePolicy(region=...) or AWS_REGION), and whether the credentials have expired"),
     (r"SlowDown|'503'|'429'", "The store throttles: pass a StorePolicy with a lower concurrency or more retries"),
     (r"CURL error|UNAVAILABLE|DEADLINE_EXCEEDED|'50\d'|ABORTED", "Check the endpoint and the network, or pass a "
      "StorePolicy with more retries"),

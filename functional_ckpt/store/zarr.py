@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,14 +14,11 @@ from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageE
 from functional_ckpt.plan.layout import ChunkGrid, Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, OnBlock, Store, check_limit, storage_errors
+from functional_ckpt.store.base import METADATA_NBYTES, Capabilities, Store, check_limit, storage_errors
 from functional_ckpt.store.encoding import Array, array_metadata, chunk_name, node_name, numpy_dtype
+from functional_ckpt.store.whole import WholeStore
 
 __all__ = ["MemoryStore", "decode_chunk", "encode_chunk", "open_array", "refuse_forked", "write_box"]
-
-
-_NO_LIMIT = 2**63
-
 
 #: Id of the process that has loaded TensorStore.
 _PROCESS = os.getpid()
@@ -45,7 +41,7 @@ def _context(sync: bool) -> ts.Context:
 
 
 @attrs.frozen
-class MemoryStore:
+class MemoryStore(WholeStore):
     r"""Objects in the memory of this process, under `prefix`; for tests and notebooks.
 
     Examples
@@ -69,12 +65,8 @@ class MemoryStore:
         """Conditional writes, no rename, invisible to other processes."""
         return Capabilities(shared_chunks=True, rename=False, shared=False)
 
-    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
+    def put(self, name: str, data: bytes) -> None:
         """Write a new object."""
-        if each is not None:
-            for part in parts:
-                each(part)
-        data = b"".join(parts).ljust(nbytes, b"\0")
         with storage_errors("writing", name):
             kv = self._kv()
             before = kv.read(name).result()
@@ -83,14 +75,6 @@ class MemoryStore:
             stamp = kv.write(name, data, if_equal=before.stamp.generation).result()
         if not stamp.generation:  # TensorStore's sign that the condition did not hold
             raise AlreadyExistsError("an object exists already", path=name, found=self.url)
-
-    def batch(self) -> AbstractContextManager[object]:
-        """Return what does nothing."""
-        return nullcontext()
-
-    def publish(self, name: str, data: bytes) -> None:
-        """Write a new object; every write to memory is atomic."""
-        self.create(name, [memoryview(data)], len(data))
 
     def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return an object's bytes, or None."""
@@ -101,55 +85,11 @@ class MemoryStore:
         check_limit(f"{self.url}/{name}", len(found.value), limit)
         return bytes(found.value)
 
-    def nbytes_of(self, name: str) -> int | None:
-        """Return an object's size, or None."""
-        data = self.read(name)
-        return None if data is None else len(data)
-
-    def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
-        """Copy the beginning of an object into `into`."""
-        self.read_ranges(name, (0,), len(into), into)
-        if each is not None:
-            each(into)
-
-    def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
-        """Copy ranges of an object, one after the other, into `into`."""
-        data = self.read(name, _NO_LIMIT)
-        if data is None:
-            raise CorruptionError("an object is missing", path=name, found=self.url)
-        if len(data) < max(starts) + nbytes:
-            raise CorruptionError("an object is too short", path=name, expected=max(starts) + nbytes, found=len(data))
-        into[:] = b"".join([data[start : start + nbytes] for start in starts])
-
-    def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
-        """Call `each` with the beginning of an object."""
-        self.read_into(name, memoryview(bytearray(nbytes)), each)
-
     def names(self) -> Iterator[str]:
         """Yield the names of all objects."""
         with storage_errors("listing", self.url):
             found = self._kv().list().result()
         yield from (key.decode() for key in found)
-
-    def children(self) -> Iterator[str]:
-        """Yield the names of the objects without a slash, and of each other one what stands before it, with it."""
-        found = (name.partition("/") for name in self.names())
-        yield from dict.fromkeys(head + slash for head, slash, _ in found)
-
-    def pinned(self) -> "MemoryStore":
-        """Return the store itself: its root has no other name."""
-        return self
-
-    def read_by(self, count: int) -> "MemoryStore":
-        """Return the store itself: processes share nothing here."""
-        return self
-
-    def unpin(self) -> None:
-        """Do nothing."""
-
-    def is_current(self) -> bool:
-        """Return True."""
-        return True
 
     def stamp(self, name: str) -> object:
         """Return the generation of an object."""
@@ -162,12 +102,6 @@ class MemoryStore:
         kv = self._kv()
         for name in names:
             kv.delete_range(ts.KvStore.KeyRange(name, name + "\0")).result()
-
-    def check_guard(self) -> None:
-        """Do nothing: only this process saves to its memory."""
-
-    def flush(self) -> None:
-        """Do nothing: memory cannot be synced."""
 
     def kvstore(self, prefix: str) -> dict[str, Any]:
         """Return TensorStore's memory driver at `prefix`."""

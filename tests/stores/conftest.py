@@ -48,10 +48,12 @@ def server(upstream, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     proxy = Proxy(upstream[1])
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", proxy.url)
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
     yield Server(upstream[0], proxy)
     proxy.close()
 
 
 @pytest.fixture
 def url(server):
-    return f"s3://ckpt/run-{os.getpid()}-{next(_NUMBERS)}/step-1"
+    return f"{'gs' if server.name == 'google' else 's3'}://ckpt/run-{os.getpid()}-{next(_NUMBERS)}/step-1"

@@ -1,9 +1,10 @@
 """A proxy in front of an object store on 127.0.0.1: it counts requests, adds latency, and goes wrong as it is told.
 
 Faults, by name: ``503`` (SlowDown, not forwarded), ``500``, ``403``, ``expired`` (403 of an expired token),
-``nobucket`` (404), ``reset`` (the connection is cut before the server sees the request), ``lost`` (cut after the server
-has done it, before it is told), ``torn`` (cut in the middle of the answer), ``hang`` (never answered),
-``late:S`` (forwarded after S seconds, whether the client still waits or not), ``late:S+FAULT``.
+``nobucket`` (404), ``region`` (400) and ``elsewhere`` (301: the bucket is in another region), ``reset`` (the connection
+is cut before the server sees the request), ``lost`` (cut after the server has done it, before it is told), ``torn``
+(cut in the middle of the answer), ``hang`` (never answered), ``late:S`` (forwarded after S seconds, whether the client
+still waits or not), ``late:S+FAULT``.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from urllib.parse import parse_qs, unquote
 
 import attrs
 
@@ -22,6 +24,8 @@ _ANSWERS = {
     "403": (403, "AccessDenied"),
     "expired": (403, "ExpiredToken"),
     "nobucket": (404, "NoSuchBucket"),
+    "region": (400, "AuthorizationHeaderMalformed"),
+    "elsewhere": (301, "PermanentRedirect"),
 }
 FAULTS = ("503", "500", "403", "expired", "reset", "lost", "torn")
 
@@ -50,6 +54,7 @@ class Proxy:
         self.requests: list[Request] = []
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
+        self._clients: set[socket.socket] = set()
         self._closing = threading.Event()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._socket.getsockname()[1]
@@ -62,8 +67,11 @@ class Proxy:
             self.requests, self.fault, self.most_in_flight = [], fault, 0
 
     def close(self):
-        """Stop."""
+        """Stop, and cut what clients keep open: the next proxy may get this port."""
         self._closing.set()
+        for each in (self._socket, *tuple(self._clients)):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self):
@@ -73,12 +81,15 @@ class Proxy:
             except OSError:
                 return
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                self._clients.add(client)
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client):
         server = None
         with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as held:
             held.callback(client.close)
+            held.callback(self._clients.discard, client)
             stream = held.enter_context(client.makefile("rb"))
             while (head := _head(stream)) is not None:
                 if b"expect: 100-continue" in head.lower():
@@ -129,12 +140,24 @@ class Proxy:
         method, target, _ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         lower = head.lower()
         with self._lock:
-            conditional = b"\r\nif-match:" in lower or b"\r\nif-none-match:" in lower
+            conditional = any(words in lower for words in (b"\r\nif-match:", b"\r\nif-none-match:", b"ifgenerationm"))
+            method, target = _as_s3(method, target)
             request = Request(len(self.requests), method, target, conditional, nbytes)
             self.requests.append(request)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         return request
+
+
+def _as_s3(method, target):
+    """Return a request of Google's API as the one of S3 that asks for the same; any other as it is."""
+    path, query = target.partition("?")[0], parse_qs(target.partition("?")[2])
+    if path.startswith("/upload/storage/v1/b/"):
+        return "PUT", f"/{path.split('/')[5]}/{query['name'][0]}"
+    if not path.startswith("/storage/v1/b/"):
+        return method, target
+    bucket, _, key = path.removeprefix("/storage/v1/b/").partition("/o")
+    return method, f"/{bucket}{unquote(key)}" if key else f"/{bucket}?list-type=2"
 
 
 def _head(stream):
@@ -162,7 +185,8 @@ def _body(head, stream):
 
 def _answer(status, code, method):
     body = b"" if method == "HEAD" else _ERROR.format(code, "injected").encode()
-    reason = {503: "Slow Down", 500: "Internal Server Error", 403: "Forbidden", 404: "Not Found"}[status]
+    reason = {301: "Moved Permanently", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
+              500: "Internal Server Error", 503: "Slow Down"}[status]  # fmt: skip
     return (
         f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body

@@ -130,6 +130,7 @@ def swift(place):
         yield proxy
 
 
-STARTERS = {"small": small, "moto": moto, "rclone": rclone, "swift": swift}
+#: "google" is the small one, by Google's API.
+STARTERS = {"small": small, "google": small, "moto": moto, "rclone": rclone, "swift": swift}
 #: Those that write over an object although they are told not to.
 HEEDLESS = ("rclone",)

@@ -1,9 +1,12 @@
-"""A small server that speaks as much of S3 as our stores ask for: in memory, in this process, for a bucket ``ckpt``.
+"""A small server that speaks as much of S3 and of Google's JSON API as our stores ask for, with a bucket ``ckpt``.
+It holds its objects in memory, in this process.
 
 It heeds the conditions of writes unless it is told not to. The tests of `tox -e stores` run against servers of others.
 """
 
 import hashlib
+import itertools
+import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +27,7 @@ class SmallServer:
 
     def __init__(self, heeds_conditions=True):
         self.objects, self.lock, self.heeds_conditions = {}, threading.Lock(), heeds_conditions
+        self.generations, self.numbers = {}, itertools.count(1)  # for Google's API only
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": self}))
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -32,6 +36,9 @@ class SmallServer:
         """Stop."""
         self._server.shutdown()
         self._server.server_close()
+
+
+_GOOGLE = re.compile(r"(?P<upload>/upload)?/storage/v1/b/(?P<bucket>[^/]+)/o(?:/(?P<key>.+))?")
 
 
 def _tag(data):
@@ -69,6 +76,60 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return key
 
+    def do_POST(self):
+        """Write an object by Google's API."""
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        parts, query = urlsplit(self.path), parse_qs(urlsplit(self.path).query)
+        if _GOOGLE.fullmatch(parts.path)["bucket"] != BUCKET:
+            self._fail(404, "notFound")
+            return
+        key = query["name"][0]
+        with self.store.lock:
+            if not self._matches(key, query):
+                self._fail(412, "conditionNotMet")
+                return
+            self.store.objects[key] = data
+            self.store.generations[key] = next(self.store.numbers)
+        self._answer(200, self._resource(key))
+
+    def _matches(self, key, query):
+        """Tell whether an object has the generation that is asked for; 0 means that there is none."""
+        found = self.store.generations.get(key, 0) if key in self.store.objects else 0
+        wanted = query.get("ifGenerationMatch")
+        return wanted is None or int(wanted[0]) == found or not self.store.heeds_conditions
+
+    def _resource(self, key):
+        generation, nbytes = self.store.generations.get(key, 1), len(self.store.objects[key])
+        found = {"name": key, "bucket": BUCKET, "generation": str(generation), "size": str(nbytes)}
+        return json.dumps(found).encode()
+
+    def _google(self, found):
+        """Answer a GET or DELETE of Google's API."""
+        query, key = parse_qs(urlsplit(self.path).query), unquote(found["key"] or "")
+        if found["bucket"] != BUCKET:
+            self._fail(404, "notFound")
+        elif not key:
+            low, high = query.get("startOffset", [""])[0], query.get("endOffset", ["\U0010ffff"])[0]
+            with self.store.lock:
+                keys = sorted(key for key in self.store.objects if low <= key < high)
+            after = query.get("pageToken", [""])[0]
+            keys = [key for key in keys if key > after]
+            more = {"nextPageToken": keys[_PAGE - 1]} if len(keys) > _PAGE else {}
+            self._answer(200, json.dumps({"items": [{"name": key} for key in keys[:_PAGE]], **more}).encode())
+        elif key not in self.store.objects:
+            self._fail(404, "notFound")
+        elif self.command == "DELETE":
+            with self.store.lock:
+                if not self._matches(key, query):
+                    self._fail(412, "conditionNotMet")
+                    return
+                self.store.objects.pop(key, None)
+            self._answer(204)
+        elif query["alt"] == ["json"]:
+            self._answer(200, self._resource(key))
+        else:
+            self._body(self.store.objects[key], x_goog_generation=str(self.store.generations.get(key, 1)))
+
     def do_PUT(self):
         data = self.rfile.read(int(self.headers["Content-Length"]))
         key = self._key()
@@ -85,6 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, ETag=_tag(data))
 
     def do_DELETE(self):
+        google = _GOOGLE.fullmatch(urlsplit(self.path).path)
+        if google is not None:
+            self._google(google)
+            return
         key = self._key()
         if key is not None:
             with self.store.lock:
@@ -95,6 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self):
+        google = _GOOGLE.fullmatch(urlsplit(self.path).path)
+        if google is not None:
+            self._google(google)
+            return
         key = self._key()
         if key is None:
             return
@@ -105,17 +174,22 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.store.objects.get(key)
         if data is None:
             self._fail(404, "NoSuchKey")
-        elif (found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")) is not None:
+        else:
+            self._body(data, ETag=_tag(data))
+
+    def _body(self, data, **headers):
+        """Answer with an object or a range of it."""
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
+        if found is not None:
             start, stop = int(found[1]), min(int(found[2] or len(data)) + 1, len(data))
             if start >= len(data):
                 self._fail(416, "InvalidRange")
             else:
-                self._answer(206, data[start:stop], ETag=_tag(data),
-                             Content_Range=f"bytes {start}-{stop - 1}/{len(data)}")  # fmt: skip
+                self._answer(206, data[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(data)}", **headers)
         elif self.command == "HEAD":
-            self._answer(200, nbytes=str(len(data)), ETag=_tag(data))
+            self._answer(200, nbytes=str(len(data)), **headers)
         else:
-            self._answer(200, data, ETag=_tag(data))
+            self._answer(200, data, **headers)
 
     def _list(self, prefix, after):
         with self.store.lock:

@@ -20,7 +20,7 @@ from functional_ckpt import (
     verify,
 )
 from functional_ckpt.cli import main
-from functional_ckpt.errors import CheckpointError, NotACheckpointError, PolicyError, StorageError
+from functional_ckpt.errors import CheckpointError, CorruptionError, NotACheckpointError, PolicyError, StorageError
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
@@ -109,6 +109,56 @@ def test_requests_are_chunks_arrays_and_a_constant(server, url):
     assert counts["load", 24] - counts["load", 4] == 20 * 4
     assert counts["save", 4] - 4 * 5 <= 13
     assert counts["load", 4] - 4 * 4 <= 5
+
+
+def _listings(server):
+    return sum("list-type" in request.target for request in server.proxy.requests)
+
+
+def test_one_listing_of_a_load_and_each_chunk_read_once(server, url):
+    """By one rank for all, however many ranks want parts of a chunk, unless the policy says otherwise."""
+    rows = ArraySpec("w", (64, 8), "float32")
+    whole = np.arange(512, dtype="f4").reshape(64, 8)
+    layout = LayoutPolicy(target_chunk_nbytes=2**9, min_chunk_nbytes=2**8)
+    save({"w": whole, "long": "x" * 70_000, "longer": "y" * 80_000}, url, policy=server.saving(layout=layout))
+    chunks = [name for name in names(url, server.access()) if "/c." in name]
+    assert len([name for name in chunks if name.startswith("w/")]) == 4
+
+    def columns(gather, **more):
+        box = Box((0, gather.rank * 2), (64, gather.rank * 2 + 2))
+        like = {"w": LocalShards(ShardSpec(rows, box), np.zeros((64, 2), "f4")), "long": "", "longer": ""}
+        found = load(like, url, policy=server.loading(**more), process_group=gather)
+        return np.array_equal(found["w"].data[0], whole[:, gather.rank * 2 : gather.rank * 2 + 2])
+
+    for more, reads in (({}, 4), ({"read_once": False}, 16), ({"budget_nbytes": 600}, 16)):
+        server.proxy.reset()
+        assert run_ranks(4, lambda gather, more=more: columns(gather, **more)) == [True] * 4
+        assert _listings(server) == 1
+        assert sum("/w/c." in request.target for request in server.proxy.requests) == reads
+    server.proxy.reset()
+    assert open_checkpoint(url)["w"][5, 3] == whole[5, 3]
+    assert _listings(server) == 0
+
+
+def test_what_a_server_does_not_list_yet_is_there(server, url, monkeypatch):
+    """As rclone, which may list what was there a moment ago."""
+    listed = ObjectStore.names
+    monkeypatch.setattr(ObjectStore, "names", lambda self: (n for n in listed(self) if not n.endswith("w/c.1.0")))
+    save(state(), url, policy=server.saving(layout=CHUNKED))
+    assert same(load(state(0), url), state())
+
+
+def test_a_missing_chunk_is_named_before_anything_is_read(server, url):
+    save(state(), url, policy=server.saving(layout=CHUNKED))
+    open_store(url).delete(["w/c.1.0"])
+    server.proxy.reset()
+    with pytest.raises(CorruptionError, match="a stored chunk is missing") as caught:
+        load(state(0), url)
+    assert (caught.value.key, caught.value.chunk) == ("w", "c.1.0")
+    looked_at = {request.path.rpartition("/")[2] for request in server.proxy.requests if "/w/c." in request.path}
+    assert looked_at == {"c.1.0"}  # once more, and no other
+    with pytest.raises(CorruptionError, match="missing"):
+        open_checkpoint(url)["w"][:]
 
 
 def test_many_requests_at_a_time(server, url):

@@ -1,9 +1,8 @@
-"""torch over an object store: DCP's storage, and what the Megatron-shaped functions refuse."""
+"""DCP's storage over an object store."""
 
 import pytest
 
 from functional_ckpt import verify
-from functional_ckpt.errors import PolicyError
 
 torch = pytest.importorskip("torch")
 
@@ -21,14 +20,3 @@ def test_dcp_saves_and_loads(server, url):
     assert torch.equal(loaded["w"], state["w"])
     assert loaded["step"] == 3
     assert verify(url, store=server.access()).ok
-
-
-def test_what_needs_a_directory_is_refused_before_anything_is_written(server, url):
-    from functional_ckpt.torch.megatron import serialization
-    from functional_ckpt.torch.megatron.mapping import ShardedTensor
-
-    server.proxy.reset()
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
-    with pytest.raises(PolicyError, match="a path or file:// URL"):
-        serialization.save(state, url)
-    assert not server.proxy.requests

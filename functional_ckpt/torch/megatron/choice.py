@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from functional_ckpt.errors import NotACheckpointError, PolicyError
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.torch.megatron.halves import BACKEND, check_halves, format_of
@@ -14,7 +15,27 @@ from functional_ckpt.torch.megatron.strategies.base import (
     get_default_strategy,
 )
 
-__all__ = ["get_default_load_sharded_strategy", "loaders_of", "strategy_for"]
+__all__ = ["access_of", "get_default_load_sharded_strategy", "loaders_of", "strategy_for"]
+
+
+def access_of(*strategies: Any) -> StorePolicy:
+    """Return how to reach an object store, of the first strategy that says so.
+
+    Examples
+    --------
+    >>> from functional_ckpt import LoadPolicy
+    >>> from functional_ckpt.torch.megatron.strategies.zarr import ZarrLoadShardedStrategy
+    >>> policy = LoadPolicy(store=StorePolicy(concurrency=8))
+    >>> access_of(None, ZarrLoadShardedStrategy(policy=policy)).concurrency
+    8
+    """
+    silent = StorePolicy()
+    for strategy in strategies:
+        inner = getattr(strategy, "base_strategy", strategy)
+        found = getattr(getattr(inner, "policy", inner), "store", silent)
+        if isinstance(found, StorePolicy) and found != silent:
+            return found
+    return silent
 
 
 def strategy_for(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
@@ -41,11 +62,12 @@ def loaders_of(
     CheckpointingException
         If there is no checkpoint, the halves are of different saves, or the strategies do not read its format.
     """
-    config = format_of(checkpoint_dir)
+    access = access_of(sharded_strategy, common_strategy)
+    config = format_of(checkpoint_dir, access)
     if config is None:
         directory = directory_of(checkpoint_dir)
-        there = directory is not None and directory.is_dir()
-        reason = why_not(open_store(checkpoint_dir), None)
+        there = directory is None or directory.is_dir()
+        reason = why_not(open_store(checkpoint_dir, access=access), None)
         raise NotACheckpointError(
             "this is not a distributed checkpoint" if there else "the checkpoint directory does not exist",
             path=str(checkpoint_dir),
@@ -60,7 +82,7 @@ def loaders_of(
         loader.check_backend_compatibility(backend)
         loader.check_version_compatibility(version)
     if config.sharded_backend == BACKEND and checks:
-        check_halves(checkpoint_dir)
+        check_halves(checkpoint_dir, access)
     return sharded_loader, common_loader
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import attrs
 
 from functional_ckpt.errors import CorruptionError
-from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.directories import sync_directory
-from functional_ckpt.store.opening import directory_of, local_path
+from functional_ckpt.store.files import FileStore
+from functional_ckpt.store.opening import open_store
 from functional_ckpt.torch.megatron.sharded_base import CheckpointingException
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "CheckpointingException",
     "check_is_distributed_checkpoint",
     "maybe_load_config",
+    "read_config",
     "save_config",
+    "write_config",
     "write_whole",
 ]
 
@@ -61,17 +64,29 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
     CheckpointingException
         If it cannot be read.
     """
-    directory = directory_of(checkpoint_dir) if checkpoint_dir != "" else None
-    if directory is None or not (path := directory / CONFIG_FNAME).is_file():
+    return None if checkpoint_dir == "" else read_config(open_store(checkpoint_dir))
+
+
+def read_config(store: Store) -> CheckpointingConfig | None:
+    """Return what `maybe_load_config` does, for a store.
+
+    Raises
+    ------
+    CheckpointingException
+        If it cannot be read.
+    """
+    path = f"{store.url}/{CONFIG_FNAME}"
+    if isinstance(store, FileStore) and not (store.root / CONFIG_FNAME).is_file():
+        return None
+    data = store.read(CONFIG_FNAME)
+    if data is None:
         return None
     known = [field.name for field in attrs.fields(CheckpointingConfig)]
-    with storage_errors("reading", str(path)):
-        data = path.read_bytes()
     try:
         found = json.loads(data)
         return CheckpointingConfig(**{name: found[name] for name in known if name in found})
     except (ValueError, TypeError) as error:
-        raise CorruptionError("metadata.json is damaged", path=str(path), found=str(error)) from None
+        raise CorruptionError("metadata.json is damaged", path=path, found=str(error)) from None
 
 
 def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None:
@@ -85,7 +100,16 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: str | Path) -> None
     >>> maybe_load_config(path).sharded_backend
     'functional_ckpt'
     """
-    write_whole(local_path(checkpoint_dir) / CONFIG_FNAME, json.dumps(attrs.asdict(config)).encode())
+    write_config(config, open_store(checkpoint_dir))
+
+
+def write_config(config: CheckpointingConfig, store: Store) -> None:
+    """Do what `save_config` does, for a store; where no file is replaced, there must be none."""
+    data = json.dumps(attrs.asdict(config)).encode()
+    if isinstance(store, FileStore):
+        write_whole(store.root / CONFIG_FNAME, data)
+    else:
+        store.publish(CONFIG_FNAME, data)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -4,7 +4,6 @@ The sharded half is committed by its root; Megatron or a strategy writes the fil
 root holds digests of them: while another save to the directory is unfinished they do not match, and a load fails.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,13 @@ from typing import Any
 
 import xxhash
 
-from functional_ckpt.errors import CorruptionError, StorageError
-from functional_ckpt.plan.manifest import FORMAT, Manifest
+from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.run.policy import Commit
-from functional_ckpt.store.base import UNSIZED, Store, storage_errors
+from functional_ckpt.store.access import StorePolicy
+from functional_ckpt.store.base import Store, storage_errors
+from functional_ckpt.store.beside import BESIDE, bound_beside, digests_beside, require_beside
+from functional_ckpt.store.claims import take_claim
+from functional_ckpt.store.commit import clear_in_place
 from functional_ckpt.store.directories import check_exchange, remove_tree, sync_directory, why_fixed
 from functional_ckpt.store.encoding import MANIFEST, ROOT, node_name
 from functional_ckpt.store.file_claim import Claim
@@ -23,7 +25,7 @@ from functional_ckpt.store.opening import directory_of, local_path, open_store
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.sweep import leftover_names
 from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
-from functional_ckpt.torch.megatron.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
+from functional_ckpt.torch.megatron.core import CONFIG_FNAME, CheckpointingConfig, read_config
 
 __all__ = [
     "BACKEND",
@@ -38,6 +40,7 @@ __all__ = [
     "format_of",
     "is_without_halves",
     "make_way",
+    "note_common",
     "root_of",
 ]
 
@@ -45,12 +48,13 @@ __all__ = [
 BACKEND, VERSION = "functional_ckpt", 1
 #: The directories of a common half that is a checkpoint (no array can have these names); and Megatron's own file.
 COMMON, OBJECTS, COMMON_FILE = ".common", ".objects", "common.pt"
-#: Attribute of the root: name of a file beside it -> digest of the file when the root was committed.
-_ATTRIBUTE = f"{FORMAT}_beside"
 _BESIDE = (COMMON_FILE, f"{COMMON}/{MANIFEST}", f"{OBJECTS}/{MANIFEST}")
 
+# Where this process has saved a common half of which the sharded half is still to come: URL -> its manifest's digest.
+_COMMON_SAVED: dict[str, str] = {}
 
-def format_of(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
+
+def format_of(checkpoint_dir: str | Path, access: StorePolicy = StorePolicy()) -> CheckpointingConfig | None:
     """Return the format of the checkpoint in a directory; None if there is none. Only this function detects formats.
 
     A root with digests of the common half is a complete checkpoint: it lacks ``metadata.json`` if the process was
@@ -69,26 +73,27 @@ def format_of(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
     True
     """
     torn: CorruptionError | None = None
+    store = open_store(checkpoint_dir, access=access)
     try:
-        config = maybe_load_config(checkpoint_dir)
+        config = read_config(store)
     except CorruptionError as error:
         config, torn = None, error
-    if config is None and open_store(checkpoint_dir).nbytes_of(ROOT) is not None:
-        config = _format_of_root(checkpoint_dir)
+    if config is None and store.nbytes_of(ROOT) is not None:
+        config = _format_of_root(checkpoint_dir, access)
     if config is None and torn is not None:
         raise torn
     return config
 
 
-def _format_of_root(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
-    bound = _bound(read_manifest(checkpoint_dir)) or {}
+def _format_of_root(checkpoint_dir: str | Path, access: StorePolicy) -> CheckpointingConfig | None:
+    bound = bound_beside(read_manifest(checkpoint_dir, store=access)) or {}
     if COMMON_FILE in bound:
         return CheckpointingConfig(BACKEND, VERSION)
-    ours = _BESIDE[1] in bound or is_without_halves(checkpoint_dir)
+    ours = _BESIDE[1] in bound or is_without_halves(checkpoint_dir, access)
     return CheckpointingConfig(BACKEND, VERSION, BACKEND, VERSION) if ours else None
 
 
-def is_without_halves(checkpoint_dir: str | Path) -> bool:
+def is_without_halves(checkpoint_dir: str | Path, access: StorePolicy = StorePolicy()) -> bool:
     """Tell whether a directory holds a checkpoint written through DCP or by `save`, not by Megatron's functions.
 
     Megatron's functions write the common half first, so an unfinished save of theirs has one.
@@ -101,19 +106,33 @@ def is_without_halves(checkpoint_dir: str | Path) -> bool:
     >>> is_without_halves("memory://halves-example")
     True
     """
-    store, directory = open_store(checkpoint_dir), directory_of(checkpoint_dir)
+    store, directory = open_store(checkpoint_dir, access=access), directory_of(checkpoint_dir)
     if store.nbytes_of(ROOT) is None or (directory is not None and os.path.isdir(directory / COMMON)):
         return False
     return store.nbytes_of(f"{COMMON}/{ROOT}") is None and store.nbytes_of(COMMON_FILE) is None
 
 
-def attributes_for(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """Return the attributes of the root that hold the digests of the files beside it; None if there are no files."""
-    found = _digests(checkpoint_dir)
-    return {_ATTRIBUTE: found} if found else None
+def note_common(checkpoint_dir: str | Path, digest: str) -> None:
+    """Remember the common half that this process has saved, by its manifest's digest, until its sharded half is."""
+    _COMMON_SAVED[open_store(checkpoint_dir).url] = digest
 
 
-def check_halves(checkpoint_dir: str | Path) -> None:
+def attributes_for(checkpoint_dir: str | Path, access: StorePolicy = StorePolicy()) -> dict[str, Any] | None:
+    """Return the attributes of the root that hold the digests of the files beside it; None if there are no files.
+
+    Raises
+    ------
+    AlreadyExistsError
+        If the common half is not the one that this process has saved: two saves write into one directory.
+    """
+    store = open_store(checkpoint_dir, access=access)
+    found, mine = digests_beside(store, _BESIDE), _COMMON_SAVED.pop(store.url, None)
+    if mine is not None:
+        require_beside(store, {_BESIDE[1]: mine}, found)
+    return {BESIDE: found} if found else None
+
+
+def check_halves(checkpoint_dir: str | Path, access: StorePolicy = StorePolicy()) -> None:
     """Raise unless the sharded half is committed, and the files beside it are those that were saved with it.
 
     Roots of earlier versions have no digests, and pass.
@@ -123,10 +142,10 @@ def check_halves(checkpoint_dir: str | Path) -> None:
     CheckpointingException
         If a save to this directory has not finished, or a file was changed.
     """
-    bound = _bound(read_manifest(checkpoint_dir))
+    bound = bound_beside(read_manifest(checkpoint_dir, store=access))
     if bound is None:
         return
-    found = _digests(checkpoint_dir)
+    found = digests_beside(open_store(checkpoint_dir, access=access), _BESIDE)
     for name in sorted({*bound, *found}):
         if bound.get(name) != found.get(name):
             raise CorruptionError(
@@ -139,19 +158,28 @@ def check_halves(checkpoint_dir: str | Path) -> None:
             )
 
 
-def root_of(checkpoint_dir: str | Path) -> bytes | None:
+def root_of(checkpoint_dir: str | Path, access: StorePolicy = StorePolicy()) -> bytes | None:
     """Return the identity of the committed sharded half; None if there is none."""
-    root = open_store(checkpoint_dir).read(ROOT)
+    root = open_store(checkpoint_dir, access=access).read(ROOT)
     return None if root is None else xxhash.xxh3_128_digest(root)
 
 
-def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
+def make_way(checkpoint_dir: str | Path, *stale: str, access: StorePolicy = StorePolicy()) -> None:
     """Invalidate the checkpoint of Megatron in a directory, and remove `stale` halves.
 
-    Their directories stay, empty: they show that a root beside them is only half of a checkpoint.
+    Their directories stay, empty: they show that a root beside them is only half of a checkpoint. Where nothing can be
+    renamed, in an object store, a committed checkpoint is never replaced.
+
+    Raises
+    ------
+    AlreadyExistsError
+        In an object store, if the place holds a committed checkpoint, or another save is running there.
     """
     directory = directory_of(checkpoint_dir)
+    if COMMON in stale:
+        _COMMON_SAVED.pop(open_store(checkpoint_dir).url, None)
     if directory is None:
+        _make_way_among_objects(open_store(checkpoint_dir, access=access), stale, access)
         return
     with storage_errors("making way for a save", str(directory)):
         for name in (CONFIG_FNAME, *stale):
@@ -163,13 +191,38 @@ def make_way(checkpoint_dir: str | Path, *stale: str) -> None:
                 remove_tree(inner) if inner.is_dir() else inner.unlink()
 
 
-def commit_over(checkpoint_dir: str | Path) -> Commit:
+def _make_way_among_objects(store: Store, stale: Sequence[str], access: StorePolicy) -> None:
+    """Remove what a save that came to nothing has left, under a claim: it may be that of a save that is running."""
+    if store.nbytes_of(ROOT) is not None:
+        raise AlreadyExistsError(
+            "the path holds a committed checkpoint or Zarr group", path=store.url,
+            remedy="Save to a new path, such as one for each step: a checkpoint in an object store is not replaced",
+        )  # fmt: skip
+
+    def left() -> list[str]:
+        return [name for name in store.names() if name.partition("/")[0] in (CONFIG_FNAME, *stale)]
+
+    if not left():
+        return
+    claim, there = take_claim(store, new_save_id(), False)
+    try:
+        clear_in_place(store, claim.label, there)
+        for name in stale:
+            clear_in_place(open_store(below(store.url, name), access=access), "")
+        store.delete(left())
+    except BaseException as error:
+        claim.release_after(error)
+        raise
+    claim.release()
+
+
+def commit_over(checkpoint_dir: str | Path, access: StorePolicy = StorePolicy()) -> Commit:
     """Return how to commit a sharded half: in place, or in one step that replaces an existing one.
 
     If directories cannot be exchanged, the existing half is removed.
     """
-    store = open_store(checkpoint_dir)
-    if store.nbytes_of(ROOT) is None or not store.capabilities.rename:
+    store = open_store(checkpoint_dir, access=access)
+    if not store.capabilities.rename or store.nbytes_of(ROOT) is None:
         return "marker"
     final = local_path(checkpoint_dir).resolve()
     with storage_errors("making way for a save", str(final)):
@@ -218,19 +271,3 @@ def below(checkpoint_dir: str | Path, name: str) -> str:
     'memory://a/.common'
     """
     return f"{os.fspath(checkpoint_dir).rstrip('/')}/{name}"
-
-
-def _bound(manifest: Manifest) -> dict[str, str] | None:
-    found = json.loads(manifest.attributes).get(_ATTRIBUTE)
-    return found if isinstance(found, dict) else None
-
-
-def _digests(checkpoint_dir: str | Path) -> dict[str, str]:
-    store, found = open_store(checkpoint_dir), {}
-    for name in _BESIDE:
-        nbytes = store.nbytes_of(name)
-        if nbytes is not None:
-            digest = xxhash.xxh3_128()
-            store.scan(name, nbytes, digest.update) if nbytes != UNSIZED else digest.update(store.read(name) or b"")
-            found[name] = digest.hexdigest()
-    return found

@@ -17,11 +17,17 @@ from functional_ckpt.errors import (
     SpecError,
 )
 from functional_ckpt.run.comm import TIMEOUT_S, Gather, agree, turn_of
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import storage_errors
-from functional_ckpt.store.opening import local_path
+from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.torch.group.link import torch_gather
-from functional_ckpt.torch.megatron.choice import get_default_load_sharded_strategy, loaders_of, strategy_for
-from functional_ckpt.torch.megatron.core import CheckpointingConfig, maybe_load_config, save_config
+from functional_ckpt.torch.megatron.choice import (
+    access_of,
+    get_default_load_sharded_strategy,
+    loaders_of,
+    strategy_for,
+)
+from functional_ckpt.torch.megatron.core import CheckpointingConfig, read_config, write_config
 from functional_ckpt.torch.megatron.halves import BACKEND, VERSION, make_way, root_of
 from functional_ckpt.torch.megatron.sharded_base import CommonStateDict, ShardedStateDict, StateDict
 from functional_ckpt.torch.megatron.state_parts import Parts, assembled, objects_of, tensors_of
@@ -127,6 +133,7 @@ def save(
             found=str(sharded_saver),
             remedy="Pass a strategy with async_save, or async_sharded_save=False",
         )
+    access = access_of(sharded_saver, common_saver)
     state = {**sharded_state_dict, _CONTENT: content_metadata} if content_metadata is not None else sharded_state_dict
     gather = _gather("save", checkpoint_dir)
     with turn_of(gather):
@@ -134,7 +141,7 @@ def save(
         held = None
         if validate_access_integrity:
             held = check_integrity(parts.sharded, parts.common, gather, preprocess_common_before_consistancy_check)
-        agree(gather, lambda: _clear(local_path(checkpoint_dir), sharded_saver.backend, gather.rank == 0))
+        agree(gather, lambda: _clear(checkpoint_dir, sharded_saver.backend, access, gather.rank == 0))
         common_saver.save_common(parts.common, checkpoint_dir)
         sharded = parts.sharded
         if not sharded_saver.can_handle_sharded_objects:
@@ -146,7 +153,7 @@ def save(
 
         def finish() -> None:
             if gather.rank == 0:
-                save_config(config, checkpoint_dir)
+                write_config(config, open_store(checkpoint_dir, access=access))
 
         if async_sharded_save and isinstance(sharded_saver, AsyncSaveShardedStrategy):
             with knowing(sharded_saver, held):
@@ -196,11 +203,11 @@ def load(
     gather = _gather("load", checkpoint_dir)
     with turn_of(gather):
         mode = agree(gather, lambda: parse_strict_flag(strict))
-        first = gather.rank == 0
+        first, access = gather.rank == 0, access_of(sharded_strategy, common_strategy)
         root, loaders = agree(
             gather,
             lambda: (
-                root_of(checkpoint_dir) if first else None,
+                root_of(checkpoint_dir, access) if first else None,
                 loaders_of(checkpoint_dir, sharded_strategy, common_strategy, first),
             ),
         )
@@ -227,7 +234,7 @@ def load(
 
         def finish() -> StateDict:
             if first:
-                _require_root(checkpoint_dir, root)
+                _require_root(checkpoint_dir, root, access)
             return assembled(common, found, parts)
 
         result = agree(gather, finish)
@@ -356,8 +363,8 @@ def _metadata(
     return found
 
 
-def _require_root(checkpoint_dir: str | Path, root: bytes | None) -> None:
-    if root_of(checkpoint_dir) != root:
+def _require_root(checkpoint_dir: str | Path, root: bytes | None, access: StorePolicy) -> None:
+    if root_of(checkpoint_dir, access) != root:
         raise ReplacedError(
             "the checkpoint was replaced or removed while its halves were loaded",
             path=str(checkpoint_dir),
@@ -365,22 +372,24 @@ def _require_root(checkpoint_dir: str | Path, root: bytes | None) -> None:
         )
 
 
-def _clear(path: Path, backend: str, coordinates: bool) -> None:
+def _clear(checkpoint_dir: str | Path, backend: str, access: StorePolicy, coordinates: bool) -> None:
     """Create the directory, or invalidate the checkpoint in it; raise if that has another format."""
     if not coordinates:
         return
+    store, directory = open_store(checkpoint_dir, access=access), directory_of(checkpoint_dir)
     try:
-        found = maybe_load_config(path)
+        found = read_config(store)
     except CorruptionError:  # damaged: no valid checkpoint
         found = None
     if found is not None and found.sharded_backend != backend:
         raise AlreadyExistsError(
             "the directory holds a checkpoint of another format",
-            path=str(path),
+            path=store.url,
             expected=backend,
             found=found.sharded_backend,
             remedy="Save to another directory",
         )
-    with storage_errors("creating the directory to save to", str(path)):
-        path.mkdir(parents=True, exist_ok=True)
-    make_way(path)
+    if directory is not None:
+        with storage_errors("creating the directory to save to", store.url):
+            directory.mkdir(parents=True, exist_ok=True)
+    make_way(checkpoint_dir, access=access)

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 
 from functional_ckpt.errors import NotACheckpointError, PolicyError
 from functional_ckpt.run.objects import object_from_bytes
 from functional_ckpt.run.policy import LoadPolicy
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.torch.megatron.halves import COMMON_FILE
 from functional_ckpt.torch.megatron.sharded_base import ShardedStateDict, StateDict
@@ -31,6 +31,8 @@ class TorchLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
     ----------
     safe_globals
         Classes that are allowed for objects in it, see `LoadPolicy`; any if ``"trust"``.
+    store
+        How to reach an object store, see `StorePolicy`.
 
     Examples
     --------
@@ -43,8 +45,8 @@ class TorchLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
 
     reads = (_BACKEND, _VERSION)
 
-    def __init__(self, *, safe_globals: Any = ()) -> None:
-        self.safe_globals = attrs.evolve(LoadPolicy(), safe_globals=safe_globals).safe_globals
+    def __init__(self, *, safe_globals: Any = (), store: StorePolicy = StorePolicy()) -> None:
+        self.policy = LoadPolicy(safe_globals=safe_globals, store=store)
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Return the common half, tensors on the CPU.
@@ -54,10 +56,10 @@ class TorchLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
         CheckpointingException
             If there is none, it is damaged, or holds an object of a class that is not allowed.
         """
-        data = open_store(checkpoint_dir).read(COMMON_FILE)
+        data = open_store(checkpoint_dir, access=self.policy.store).read(COMMON_FILE)
         if data is None:
             raise NotACheckpointError("the common half is missing", path=f"{checkpoint_dir}/{COMMON_FILE}")
-        state: StateDict = object_from_bytes(COMMON_FILE, np.frombuffer(data, np.uint8), self.safe_globals)
+        state: StateDict = object_from_bytes(COMMON_FILE, np.frombuffer(data, np.uint8), self.policy.safe_globals)
         return state
 
     def load_sharded_objects(

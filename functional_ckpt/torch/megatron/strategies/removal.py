@@ -9,7 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, KeyMismatchError, add_notes
+from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, KeyMismatchError, PolicyError, add_notes
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.store.base import storage_errors
 from functional_ckpt.store.commit import Site, abandon, manifest_digest, root_metadata
@@ -17,7 +17,7 @@ from functional_ckpt.store.directories import Identity, identity_of
 from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
 from functional_ckpt.store.file_claim import Claim
 from functional_ckpt.store.files import FileStore
-from functional_ckpt.store.opening import local_path
+from functional_ckpt.store.opening import directory_of, local_path
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.store.target import exchange, synced
 from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
@@ -38,7 +38,8 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
     Raises
     ------
     CheckpointError
-        If there is no checkpoint or no such array, or the file system cannot exchange directories.
+        If there is no checkpoint or no such array, the file system cannot exchange directories, or the checkpoint lies
+        in an object store.
 
     Examples
     --------
@@ -50,6 +51,11 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
     (['b'], True)
     """
     gone = frozenset(keys)
+    if directory_of(path) is None:
+        raise PolicyError(
+            "a checkpoint in an object store is not changed: that would take several steps", path=str(path),
+            remedy="Load what is to stay, and save it under another path",
+        )  # fmt: skip
     with storage_errors("looking at", str(path)):
         final = local_path(path).resolve()
         seen = identity_of(final)

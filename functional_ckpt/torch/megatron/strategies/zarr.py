@@ -12,11 +12,14 @@ import numpy as np
 
 from functional_ckpt.api import async_save, load, named, save
 from functional_ckpt.plan.layout import LayoutPolicy
+from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.checkpoint import StoredArray, open_checkpoint
 from functional_ckpt.run.comm import Gather, LocalGather, agree, together
 from functional_ckpt.run.pending import PendingSave
 from functional_ckpt.run.policy import Commit, LoadPolicy, SavePolicy, Strict
+from functional_ckpt.store.access import StorePolicy
+from functional_ckpt.store.commit import manifest_digest
 from functional_ckpt.store.reading import read_manifest
 from functional_ckpt.torch.group.link import torch_gather
 from functional_ckpt.torch.local import OpaqueObject
@@ -33,6 +36,7 @@ from functional_ckpt.torch.megatron.halves import (
     commit_over,
     is_without_halves,
     make_way,
+    note_common,
 )
 from functional_ckpt.torch.megatron.sharded_base import ShardedStateDict, StateDict
 from functional_ckpt.torch.megatron.sharded_state import (
@@ -126,14 +130,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             have, and so on. Nothing is published then.
         """
         leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
-        save(
-            leaves,
-            checkpoint_dir,
-            policy=policy,
-            process_group=self.process_group,
-            overwrite=True,
-            attributes=attributes,
-        )
+        group = self.process_group
+        save(leaves, checkpoint_dir, policy=policy, process_group=group, overwrite=True, attributes=attributes)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
         """Copy the state to the host, start the save in a thread of this process, and return a request that waits.
@@ -157,13 +155,9 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             On every rank, for problems found before the copy.
         """
         leaves, attributes, policy = self._described(sharded_state_dict, checkpoint_dir)
+        group = self.process_group
         return async_save(
-            leaves,
-            checkpoint_dir,
-            policy=policy,
-            process_group=self.process_group,
-            overwrite=True,
-            attributes=attributes,
+            leaves, checkpoint_dir, policy=policy, process_group=group, overwrite=True, attributes=attributes
         )
 
     def gather(self, checkpoint_dir: str | Path) -> Gather:
@@ -186,8 +180,8 @@ class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
             if gather.rank:
                 return None
             if self.common_file is not None:
-                make_way(checkpoint_dir, COMMON, OBJECTS)
-            return attributes_for(checkpoint_dir), commit_over(checkpoint_dir)
+                make_way(checkpoint_dir, COMMON, OBJECTS, access=self.policy.store)
+            return attributes_for(checkpoint_dir, self.policy.store), commit_over(checkpoint_dir, self.policy.store)
 
         attributes, commit = together(gather, describe)[0] or (None, "marker")
         return leaves[0], attributes, attrs.evolve(self.policy, commit=commit)
@@ -239,9 +233,9 @@ class ZarrLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
 
         def ask() -> Request:
             if gather.rank == 0:
-                check_halves(checkpoint_dir)
+                check_halves(checkpoint_dir, self.policy.store)
             reshaped = any(is_tensor(x) and x.allow_shape_mismatch for x in leaves_of(sharded_state_dict))
-            entries = read_manifest(checkpoint_dir).by_key if reshaped else {}
+            entries = self._manifest(checkpoint_dir).by_key if reshaped else {}
             return Request(sharded_state_dict, {key: entry.spec.shape for key, entry in entries.items()})
 
         request = agree(gather, ask)
@@ -254,7 +248,10 @@ class ZarrLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the stored tensors and objects without data, by key and unique key."""
-        return dict(stored_leaves(read_manifest(checkpoint_dir)))
+        return dict(stored_leaves(self._manifest(checkpoint_dir)))
+
+    def _manifest(self, checkpoint_dir: str | Path) -> Manifest:
+        return read_manifest(checkpoint_dir, store=self.policy.store)
 
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
         """Remove the tensors whose keys begin with `key_prefix`, atomically: a reader sees all of them or none.
@@ -264,9 +261,9 @@ class ZarrLoadShardedStrategy(ReadsOneFormat, LoadShardedStrategy):
         Raises
         ------
         CheckpointingException
-            If there is no checkpoint, or the file system cannot exchange directories.
+            If there is no checkpoint, the file system cannot exchange directories, or it lies in an object store.
         """
-        stored = read_manifest(checkpoint_dir).by_key
+        stored = self._manifest(checkpoint_dir).by_key
         remove_arrays(checkpoint_dir, [k for k, e in stored.items() if k.startswith(key_prefix) and e.codec is None])
 
 
@@ -313,13 +310,10 @@ class ZarrSaveCommonStrategy(SaveCommonStrategy):
 
         def write() -> None:
             if gather.rank == 0:
-                make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS)
-                save(
-                    _sealed(common_state_dict),
-                    below(checkpoint_dir, COMMON),
-                    policy=self.policy,
-                    process_group=LocalGather(),
-                )
+                make_way(checkpoint_dir, COMMON, COMMON_FILE, OBJECTS, access=self.policy.store)
+                place = below(checkpoint_dir, COMMON)
+                saved = save(_sealed(common_state_dict), place, policy=self.policy, process_group=LocalGather())
+                note_common(checkpoint_dir, manifest_digest(saved.to_json()))
 
         agree(gather, write)
 
@@ -335,10 +329,12 @@ class ZarrLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
     ----------
     safe_globals
         Classes that are allowed for objects in it, see `LoadPolicy`.
+    store
+        How to reach an object store, see `StorePolicy`.
     """
 
-    def __init__(self, *, safe_globals: Any = ()) -> None:
-        self.safe_globals = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals).safe_globals
+    def __init__(self, *, safe_globals: Any = (), store: StorePolicy = StorePolicy()) -> None:
+        self.policy = attrs.evolve(LOAD_POLICY, safe_globals=safe_globals, store=store)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -354,22 +350,26 @@ class ZarrLoadCommonStrategy(ReadsOneFormat, LoadCommonStrategy):
         CheckpointingException
             If it is missing or corrupt, or holds an object of a class that is not allowed.
         """
-        if is_without_halves(checkpoint_dir):
-            plain = picked(lambda leaf: not isinstance(leaf, StoredArray), open_checkpoint(checkpoint_dir).tree())
+        access = self.policy.store
+        if is_without_halves(checkpoint_dir, access):
+            whole = open_checkpoint(checkpoint_dir, store=access).tree()
+            plain = picked(lambda leaf: not isinstance(leaf, StoredArray), whole)
             return plain if isinstance(plain, dict) else {}
-        state: StateDict = open_checkpoint(below(checkpoint_dir, COMMON)).state("torch", self.safe_globals)
+        found = open_checkpoint(below(checkpoint_dir, COMMON), store=access)
+        state: StateDict = found.state("torch", self.policy.safe_globals)
         return state
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """Return the state dict with each `ShardedObject` replaced by the stored object; all ranks call it."""
-        strategy = ZarrLoadShardedStrategy(policy=attrs.evolve(LOAD_POLICY, safe_globals=self.safe_globals))
+        strategy = ZarrLoadShardedStrategy(policy=self.policy)
         return strategy.load(sharded_objects_state_dict, below(checkpoint_dir, OBJECTS))
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> ShardedStateDict:
         """Return the objects that `save_sharded_objects` stored, by their unique keys."""
-        return {k: v for k, v in stored_leaves(read_manifest(below(checkpoint_dir, OBJECTS))).items() if is_object(v)}
+        stored = read_manifest(below(checkpoint_dir, OBJECTS), store=self.policy.store)
+        return {key: leaf for key, leaf in stored_leaves(stored).items() if is_object(leaf)}
 
 
 def _sealed(common_state_dict: StateDict) -> Any:
