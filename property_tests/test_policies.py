@@ -80,7 +80,6 @@ TYPES = {
     ),
     **dict.fromkeys(["timeout_s", "retry_delay_s", "lease_s"], is_number),
     **dict.fromkeys(["retries", "concurrency"], is_whole),
-    "staging_nbytes": lambda value: value is None or is_whole(value),
     "object_codec": lambda value: value is None or is_text(value),
     "strict": lambda value: is_text(value) or is_flag(value) or isinstance(value, Strict),
     "keys": lambda value: value is None or is_text(value) or is_function(value) or is_sequence(value),
