@@ -62,6 +62,7 @@ TYPES = {
             "commit",
             "foreign",
             "in_flight",
+            "staging",
             "cast",
             "verify",
             "missing",
@@ -72,6 +73,7 @@ TYPES = {
     **dict.fromkeys(["extended_dtypes", "credentials"], is_text),
     **dict.fromkeys(["endpoint", "region"], lambda value: value is None or is_text(value)),
     **dict.fromkeys(["consolidate", "metadata_file", "allow_shape_mismatch", "alone"], is_flag),
+    "staging_nbytes": lambda value: value is None or is_whole(value),
     "read_once": lambda value: value is None or is_flag(value),
     **dict.fromkeys(
         ["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes", "few_files"], is_whole
@@ -198,6 +200,6 @@ def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
 
 def test_fields_with_words():
     assert {name for _, name in WORDS} == {
-        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "object_codec", "cast", "verify",
-        "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
+        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "staging", "object_codec", "cast",
+        "verify", "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
     }  # fmt: skip

@@ -14,7 +14,7 @@ from functional_ckpt.store import Capabilities, StorePolicy, WholeStore, check_l
 from functional_ckpt.testing.store_law import store_machine
 from tests.stores.small import SmallServer
 
-_FEW = settings(max_examples=25, stateful_step_count=20, deadline=None,
+_FEW = settings(max_examples=12, stateful_step_count=20, deadline=None,
                 suppress_health_check=[*HealthCheck])  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def test_objects(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     server = SmallServer()
     access = StorePolicy(endpoint=f"http://127.0.0.1:{server.port}")
-    holds(lambda name: open_store(f"s3://ckpt/{name}", access=access), settings(_FEW, max_examples=8))
+    holds(lambda name: open_store(f"s3://ckpt/{name}", access=access), settings(_FEW, max_examples=6))
     server.close()
 
 

@@ -1,6 +1,7 @@
 """One chunk of an array: checking that it exists, reading it, its digest, and writing it."""
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -23,6 +24,7 @@ from functional_ckpt.store.encoding import (
     node_name,
     numpy_dtype,
 )
+from functional_ckpt.store.work import at_once
 
 __all__ = [
     "SMALL_CHUNK_NBYTES",
@@ -77,12 +79,17 @@ def check_chunks(
 
 
 def absent_chunks(store: Store, entries: Iterable[ArrayEntry]) -> frozenset[str] | None:
-    """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed."""
+    """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed.
+
+    Each of them is looked for once more: a server may list what was there a moment ago.
+    """
     if store.capabilities.sized or not store.capabilities.lists:
         return None
     there = frozenset(store.names())
     chunks = ((entry, entry.grid.index(number)) for entry in entries for number in range(entry.grid.size))
-    return frozenset(name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there)
+    unlisted = [name for entry, index in chunks if (name := chunk_path(entry.spec.key, index)) not in there]
+    found = at_once([partial(store.nbytes_of, name) for name in unlisted], store.capabilities.concurrency)
+    return frozenset(name for name, nbytes in zip(unlisted, found, strict=True) if nbytes is None)
 
 
 def stored_nbytes(store: Store, name: str, layout: Layout) -> int | None:
@@ -119,7 +126,8 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
     """Return the cells of one chunk, clipped to the array."""
     name = chunk_path(spec.key, index)
     raw = is_raw(layout)
-    _check_memory(spec, layout, index)
+    if not raw or layout.chunk_nbytes > SMALL_CHUNK_NBYTES:
+        _check_memory(spec, layout, index)
     try:
         data = store.read(name, layout.chunk_nbytes if raw else encoded_limit(layout))
     except StorageError as error:
@@ -179,15 +187,14 @@ def write_header(array: ArrayPlan, store: Store) -> None:
     store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
 
 
-def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
-    """Write the whole chunk whose cells are `box`, and return its digest."""
-    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-    name = chunk_path(spec.key, index)
-    if is_raw(layout):
-        return create_chunk(store, name, values, layout)
+def write_chunk(store: Store, array: ArrayPlan, index: tuple[int, ...], values: Array) -> bytes:
+    """Write the cells of a whole chunk, and return their digest."""
+    name = chunk_path(array.spec.key, index)
+    if is_raw(array.layout):
+        return create_chunk(store, name, values, array.layout)
     from functional_ckpt.store.zarr import encode_chunk
 
-    data = encode_chunk(spec, layout, box, values)
+    data = encode_chunk(array.spec, array.layout, array.grid.box(index), values)
     store.create(name, [memoryview(data)], len(data))
     return digest(values)
 
@@ -203,7 +210,8 @@ def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
     """Write a whole plain chunk and return its digest."""
     nbytes = layout.chunk_nbytes
-    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks in full; cells outside the array are zero
+    # Zarr stores edge chunks in full; cells outside the array are zero.
+    if values.shape != layout.chunk and values.shape[1:] != layout.chunk[1:]:
         padded = np.zeros(layout.chunk, values.dtype)
         padded[tuple(slice(0, n) for n in values.shape)] = values
         store.create(name, [as_bytes(padded)], nbytes)
