@@ -76,6 +76,10 @@ FIGURES = (
     Figure("rows to columns: bytes from disk / wanted", "<=", 1.05, _fetched),
     Figure("small save: DCP / ours", ">=", 4, _times(SMALL_SAVE, who.DCP, who.OURS)),
     Figure("small load: DCP / ours", ">=", 4, _times(SMALL_LOAD, who.DCP, who.OURS)),
+    Figure(
+        "small load: CPU ours / torch_checkpointing",
+        "<=", 0.9, _times(SMALL_LOAD, who.OURS, "torch_checkpointing", "cpu"),
+    ),
     Figure("peak extra memory / (64 MiB + budget of 64 MiB)", "<=", 1, _peak),
 )  # fmt: skip
 

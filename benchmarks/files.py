@@ -31,7 +31,7 @@ KEPT = LayoutPolicy(few_files=2**62)
 #: Manifest, provenance and root.
 OTHER_FILES = 3
 #: Ranks whose plans are made, for the mean of what a rank sends: one of each stretch of ranks, since some hold nothing.
-_SAMPLES = 24
+_SAMPLES = 16
 PLACED: dict[str, Callable[[Model, int], list[PlacedArray]]] = {"FSDP2": fsdp, "TP8 x FSDP2": tp_fsdp}
 FLAT = "ZeRO, flat"
 
@@ -94,8 +94,8 @@ def _placed(items: list[PlacedArray], ranks: int) -> tuple[int, int, float, floa
     samples = min(_SAMPLES, ranks)
     chosen = (np.arange(samples) + np.random.default_rng(0).random(samples)) * ranks // samples
     sent, times = [], []
+    gc.collect()
     for rank in chosen.astype(int).tolist():
-        gc.collect()
         began = time.process_time()
         plan = plan_local_save(rank, items, POLICY)
         times.append(time.process_time() - began)

@@ -23,8 +23,8 @@ from functional_ckpt.plan.state import (
     Part,
     build_manifest,
     content_problems,
-    filled,
     merge_structures,
+    with_values,
 )
 from functional_ckpt.run.planning import Plan, decode_state, encode_state, plan_gathered
 from functional_ckpt.run.policy import SavePolicy
@@ -71,7 +71,7 @@ def plan_again(cuts: RowCuts) -> dict[str, float]:
         if not (remembered and contents_agree(proposals) and all(p.planned == world for p in proposals)):
             raise ValueError("the plan was not remembered")
         content_problems([(0, state)])
-        filled(structure, [(0, state)])
+        with_values(structure, [(0, state)])
     return stages.cpu_s
 
 

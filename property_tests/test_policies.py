@@ -62,6 +62,7 @@ TYPES = {
             "commit",
             "foreign",
             "in_flight",
+            "staging",
             "cast",
             "verify",
             "missing",
@@ -78,6 +79,7 @@ TYPES = {
     ),
     **dict.fromkeys(["timeout_s", "retry_delay_s", "lease_s"], is_number),
     **dict.fromkeys(["retries", "concurrency"], is_whole),
+    "staging_nbytes": lambda value: value is None or is_whole(value),
     "object_codec": lambda value: value is None or is_text(value),
     "strict": lambda value: is_text(value) or is_flag(value) or isinstance(value, Strict),
     "keys": lambda value: value is None or is_text(value) or is_function(value) or is_sequence(value),
@@ -198,6 +200,6 @@ def test_the_words_of_a_type_are_those_that_the_field_takes(kind, name, other):
 
 def test_fields_with_words():
     assert {name for _, name in WORDS} == {
-        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "object_codec", "cast", "verify",
-        "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
+        "replicas", "replicated", "durability", "commit", "foreign", "in_flight", "staging", "object_codec", "cast",
+        "verify", "credentials", "per_rank", "safe_globals", "extended_dtypes", "missing", "unexpected",
     }  # fmt: skip

@@ -174,6 +174,7 @@ PROGRAM = st.lists(
 @FEWER
 @given(PROGRAM)
 @example([("save", 2, "queue", "ends", None), ("train",), ("save", 2, "queue", "ends", None)])
+@example([("save", 1, "queue", "ends", None), ("train",), ("save", 1, "queue", "ends", None)])
 @example([("save", 5, "queue", "ends", None), ("let", 1), ("train",), ("save", 5, "queue", "ends", None)])
 @example([("save", 2, "queue", "ends", None), ("let", 1), ("save", 5, "queue", "ends", None)])
 @example([("save", 4, "queue", "fails", None), ("save", 4, "queue", "ends", None), ("let", 2), ("release",)])
@@ -182,7 +183,7 @@ def test_what_is_saved_is_what_the_state_was(program):
     """Each save that is published holds the state of its call, and all memory comes back."""
     release_staging()
     gate, states, begun = Gate(), {}, []
-    small = patch.multiple(staging, SMALL_NBYTES=64, _SHARED_NBYTES=256, _PART_NBYTES=128)
+    small = patch.multiple(staging, SMALL_NBYTES=128, _SHARED_NBYTES=256, _PART_NBYTES=128)
     with directory() as path, small, patch.object(FileStore, "create", lambda *a, **k: gate.create(*a, **k)):
         for number, (step, *arguments) in enumerate(program):
             if step == "save":

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from functional_ckpt.errors import DuplicateKeyError, ReplicaError
 from functional_ckpt.plan.manifest import ValueEntry, canonical
-from functional_ckpt.plan.state import ArrayLeaf, LocalState, content_problems, filled, merge_structures
+from functional_ckpt.plan.state import ArrayLeaf, LocalState, content_problems, merge_structures, with_values
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.tree import flatten, key_of, unflatten
 from functional_ckpt.store.values import decode_text, encode_value
@@ -53,7 +53,7 @@ def merge_all(states, *rule):
     """Merge states of ranks 0, 1, ..."""
     parts = list(enumerate(states))
     structure, problems = merge_structures(parts)
-    return filled(structure, parts), (*problems, *content_problems(parts, *rule))
+    return with_values(structure, parts), (*problems, *content_problems(parts, *rule))
 
 
 def value_entry(path, leaf):

@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402 - it needs torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402 - it needs torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner  # noqa: E402 - it needs torch
 
-from functional_ckpt.torch.dcp.storage_writer import ZarrStorageWriter  # noqa: E402 - it needs torch
+from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter  # noqa: E402 - it needs torch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,3 +49,13 @@ def test_a_planner_that_plans_a_tensor_twice_is_told(tmp_path):
     with pytest.raises(BaseException, match="writes a whole tensor twice: key 'a'"):
         dcp.save({"a": torch.ones(4), "b": torch.zeros(4)}, storage_writer=writer, planner=Doubled())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_load_planner_that_gives_a_tensor_without_memory_is_told(tmp_path):
+    class Nowhere(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item):
+            return super().resolve_tensor(read_item).to("meta")
+
+    dcp.save({"w": torch.ones(4)}, storage_writer=ZarrStorageWriter(tmp_path / "c"))
+    with pytest.raises(BaseException, match="only a plain tensor can be filled: key 'w'"):
+        dcp.load({"w": torch.zeros(4)}, storage_reader=ZarrStorageReader(tmp_path / "c"), planner=Nowhere())

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 import threading
 from pathlib import Path
 from unittest.mock import patch
@@ -157,10 +158,9 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
     [slab] = the_pool()._slabs
     address = slab.address
     assert is_mapped(address)
-    del slab
     child = os.fork()
     if not child:
-        ok = not is_mapped(address) and the_pool().nbytes == 0
+        ok = not is_mapped(address) and the_pool().nbytes == 0  # though `slab` is still there
         try:
             async_save(full(2), tmp_path / "b", policy=FAST).result(30)
         finally:
@@ -268,12 +268,38 @@ def test_threads_share_the_pool():
                 pool.release()
 
     threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
     assert not wrong
     assert pool.used_nbytes == 0
+
+
+def test_one_thread_at_a_time_takes_from_the_pool():
+    pool, inside, go_on = StagingPool(), threading.Event(), threading.Event()
+
+    def allocate(nbytes):
+        inside.set()
+        assert go_on.wait(60)
+        return host_memory(nbytes)
+
+    first = threading.Thread(target=pool.take, args=([64], allocate))
+    second = threading.Thread(target=pool.take, args=([64],))
+    first.start()
+    assert inside.wait(60)
+    second.start()
+    second.join(0.2)
+    waited = second.is_alive()
+    go_on.set()
+    first.join()
+    second.join()
+    assert waited
 
 
 # ---- Devices --------------------------------------------------------------------------------------

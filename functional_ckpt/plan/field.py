@@ -12,6 +12,7 @@ __all__ = [
     "as_tuple",
     "at_least",
     "flag",
+    "instance_of",
     "is_function",
     "is_word",
     "one_of",
@@ -74,6 +75,21 @@ def is_word(value: object, *words: str) -> bool:
     (True, False)
     """
     return isinstance(value, str) and value in words
+
+
+def instance_of(kind: type) -> Validator:
+    """Return a validator that accepts objects of this class only.
+
+    Examples
+    --------
+    >>> instance_of(int)(None, None, 3)
+    """
+
+    def check(policy: Any, field: Any, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise refuse(policy, field.name, f"a {kind.__name__}", value)
+
+    return check
 
 
 def flag(policy: Any, field: Any, value: Any) -> None:

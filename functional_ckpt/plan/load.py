@@ -170,6 +170,8 @@ def _mismatch(entry: ArrayEntry | None, shard: ShardSpec, cast: str, reshape: bo
     if entry is None:
         return KeyMismatchError("the checkpoint has no such array", array.key, shape=array.shape)
     stored = entry.spec
+    if (stored.shape, stored.dtype) == (array.shape, array.dtype):
+        return None
     if len(stored.shape) != len(array.shape) or (stored.shape != array.shape and not reshape):
         return ShapeError(
             "the stored array has another shape",

@@ -27,7 +27,7 @@ from functional_ckpt.spec.sharding import PlacedArray, Sharding
 from functional_ckpt.spec.split import common_face, is_even
 from functional_ckpt.spec.table import key_hashes, padded_shapes, widest
 
-__all__ = ["local_array_plans", "placed_leaves", "plan_local_save"]
+__all__ = ["local_array_plans", "placed_arrays", "plan_local_save"]
 
 
 def plan_local_save(
@@ -75,7 +75,7 @@ def plan_local_save(
     return restrict(_finished(arrays, pieces, Owners.joined(owned), empty, budget_nbytes), rank)
 
 
-def placed_leaves(
+def placed_arrays(
     common: LocalState, owns: Sequence[Part], size: int, tied: Iterable[str], shardings: Mapping[str, Sharding]
 ) -> list[PlacedArray]:
     """Return the input of `plan_local_save`, where `size` ranks have the same `common` part, and some have `owns`.

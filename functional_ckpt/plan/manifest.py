@@ -15,11 +15,12 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
-from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, check_codecs, grid_of
+from functional_ckpt.plan.entry import DIGEST_NBYTES, Alias, ArrayEntry, PerRankEntry, RankItem, ValueEntry
+from functional_ckpt.plan.layout import Layout, check_codecs, grid_of
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
-from functional_ckpt.spec.array import BITS, ArraySpec, check_key, known_spec
+from functional_ckpt.spec.array import BITS, check_key, known_spec
 from functional_ckpt.spec.tree import DictKey, Path
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
 FORMAT = "functional_ckpt"
 #: The newest version that is written. A manifest without newer features is written as 1.0, byte for byte as before.
 VERSION = (1, 1)
-DIGEST_NBYTES = 16
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -49,83 +49,13 @@ _TAGS_1_0 = frozenset((
 ))  # fmt: skip
 
 
-@attrs.frozen
-class RankItem:
-    """The path component of the value of `rank` below a `PerRank`.
-
-    Examples
-    --------
-    >>> str(RankItem(3))
-    'rank3'
-    """
-
-    rank: int
-
-    def __str__(self) -> str:
-        return f"rank{self.rank}"
-
-
-@attrs.frozen
-class ArrayEntry:
-    """A stored array: spec, layout, one 16-byte xxh3-128 digest per chunk, row-major, and its place in the tree.
-
-    With a `codec` the array holds the bytes of a leaf: ``"json"`` of a plain value, ``"torch"`` of an object.
-    """
-
-    spec: ArraySpec
-    layout: Layout
-    digests: bytes = attrs.field(repr=False)
-    path: tuple[Any, ...] | None = None
-    codec: str | None = None
-
-    @property
-    def grid(self) -> ChunkGrid:
-        """The chunk grid."""
-        return grid_of(self.spec.shape, self.layout.chunk)
-
-    @property
-    def plan(self) -> ArrayPlan:
-        """The array and its layout, as in the plan of its save."""
-        return ArrayPlan(self.spec, self.layout)
-
-    def digest(self, position: int) -> bytes:
-        """Return the digest of chunk number `position`, row-major."""
-        return self.digests[position * DIGEST_NBYTES : (position + 1) * DIGEST_NBYTES]
-
-
-@attrs.frozen
-class ValueEntry:
-    """A plain value, as the canonical JSON text of its tagged encoding."""
-
-    key: str
-    text: str
-    path: tuple[Any, ...] | None = None
-
-
-@attrs.frozen
-class Alias:
-    """Leaf `key` is the array stored under `target` (tied tensors are stored once)."""
-
-    key: str
-    target: str
-    path: tuple[Any, ...] | None = None
-
-
-@attrs.frozen
-class PerRankEntry:
-    """The values under `key` differ by rank and were saved by `world_size` ranks."""
-
-    key: str
-    world_size: int
-    path: tuple[Any, ...] | None = None
-
-
 @attrs.frozen(repr=False)
 class Manifest:
     """Everything a checkpoint contains, sorted by key. That of a save tells its `timings` on this rank, too.
 
     Examples
     --------
+    >>> from functional_ckpt.spec.array import ArraySpec
     >>> entry = ArrayEntry(ArraySpec("w", (2,), "int8"), Layout("exclusive", (2,), (), "int8"), bytes(16))
     >>> manifest = Manifest((entry,))
     >>> Manifest.from_json(manifest.to_json()) == manifest

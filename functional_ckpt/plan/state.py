@@ -27,9 +27,9 @@ __all__ = [
     "Part",
     "build_manifest",
     "content_problems",
-    "filled",
     "is_per_rank",
     "merge_structures",
+    "with_values",
 ]
 
 NO_ATTRIBUTES = "{}"
@@ -163,7 +163,7 @@ Part = tuple[int, LocalState]
 def merge_structures(parts: Sequence[Part]) -> tuple[GlobalState, tuple[ProblemError, ...]]:
     """Merge the structures of all ranks, and return the problems found; a rank may have several parts.
 
-    `filled` adds the values.
+    `with_values` adds the values.
     """
     problems: list[ProblemError] = []
     leaves = _merged_leaves(parts, problems)
@@ -193,7 +193,7 @@ def content_problems(parts: Sequence[Part], replicated: str = "check") -> tuple[
     return (*problems, *_unequal(parts, "attributes", "ranks pass different attributes"))
 
 
-def filled(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
+def with_values(structure: GlobalState, parts: Sequence[Part]) -> GlobalState:
     """Return a merged structure with the current values: each from the lowest rank that has sent it.
 
     Raises

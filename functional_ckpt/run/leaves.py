@@ -86,16 +86,27 @@ class HeldArray:
             return (ShardSpec(self.spec, self.spec.box, rank),)
         if self.sharding is None:
             return self.shards
-        return tuple(part.shard for part in self.sharding.parts(self.spec, self.place))
+        places = self.sharding.places(self.spec.shape, self.place)
+        return tuple([ShardSpec(self.spec, box, replica) for box, replica, _ in places])
 
 
 @attrs.frozen(eq=False)
 class Target:
-    """Where a leaf is loaded to, and the `leaf` that is then loaded; with `finish` it is what that makes of it."""
+    """Where a leaf is loaded to: this rank's `shards`, the `buffers` that hold them, and the `leaf` that this fills.
 
-    held: HeldArray
+    With `finish` the loaded leaf is what that makes of `leaf`. Targets with equal `identity` share one memory.
+    """
+
+    identity: Hashable
+    shards: tuple[ShardSpec, ...]
+    buffers: tuple[Buffer, ...]
     leaf: Any
     finish: Callable[[Any], Any] | None = None
+
+    @classmethod
+    def of(cls, held: HeldArray, rank: int, leaf: Any, finish: Callable[[Any], Any] | None = None) -> "Target":
+        """Return the target that is a leaf which could be saved, too."""
+        return cls(held.identity, held.all_shards(rank), held.buffers, leaf, finish)
 
 
 class LeafAdapter(Protocol):
@@ -145,20 +156,20 @@ class NumpyLeaves:
             array = np.empty(leaf.data_shape, numpy_dtype(leaf.array.dtype))
             shard = attrs.evolve(leaf, array=attrs.evolve(leaf.array, key=key))
             held = HeldArray(shard.array, (HostBuffer(array),), False, id(array), None, (shard,))
-            return Target(held, array)
+            return Target.of(held, rank, array)
         if isinstance(leaf, LocalShards):
             held = _local_shards(key, leaf)
             for data in leaf.data:
                 _check_writable(key, data)
-            return Target(held, leaf)
+            return Target.of(held, rank, leaf)
         if isinstance(leaf, ArraySpec):
             array = self.empty(leaf, leaf)
-            return Target(_whole(key, array, id(array)), array)
+            return Target.of(_whole(key, array, id(array)), rank, array)
         if isinstance(leaf, np.generic):
             scalar = np.empty((), leaf.dtype)
-            return Target(_whole(key, scalar, id(scalar)), scalar, itemgetter(()))
+            return Target.of(_whole(key, scalar, id(scalar)), rank, scalar, itemgetter(()))
         _check_writable(key, leaf)
-        return Target(_whole(key, leaf, _identity(leaf)), leaf)
+        return Target.of(_whole(key, leaf, _identity(leaf)), rank, leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return a spec itself."""

@@ -35,6 +35,7 @@ from functional_ckpt.store.chunk import absent_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
 from functional_ckpt.store.execute import check_needed, read_plan
+from functional_ckpt.store.machine import boot_id
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
@@ -57,7 +58,6 @@ def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, t
     def open_it() -> tuple[str, frozenset[str] | None]:
         check_load(like, path, policy, tracker.report)
         found.append(Opened.at(path, policy.store))
-        # A listing has everything: one rank asks for it.
         return found[0].digest, None if gather.rank else absent_chunks(found[0].store, found[0].manifest.arrays)
 
     try:
@@ -116,6 +116,7 @@ class _Request:
     keys: KeySummary
     wanted: Pieces | None
     budget_nbytes: int
+    machine: str
 
 
 @attrs.frozen(eq=False)
@@ -165,9 +166,8 @@ class _Loader:
     @property
     def _reads_once(self) -> bool:
         """Whether ranks read for one another: as the policy says, else where reading is dear."""
-        if self.policy.read_once is None:
-            return self.gather.size > 1 and not self.store.capabilities.sized
-        return self.policy.read_once
+        dear = self.gather.size > 1 and not self.store.capabilities.sized
+        return dear if self.policy.read_once is None else self.policy.read_once
 
     def request(self, plan: LoadPlan) -> _Request:
         """Return what the other ranks must know."""
@@ -177,7 +177,7 @@ class _Loader:
             numbers = {entry.spec.key: number for number, entry in enumerate(entries)}
             numbers |= {alias.key: numbers[alias.target] for alias in self.manifest.aliases}
             wanted = wanted_pieces(plan, numbers, widest(entry.spec for entry in entries), self.rank)
-        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes)
+        return _Request(self.keys.summary(), wanted, self.policy.budget_nbytes, boot_id())
 
     def check(self, requests: Sequence[_Request]) -> None:
         """Raise what is wrong with this rank's leaves, and with the keys of all ranks.
@@ -197,6 +197,8 @@ class _Loader:
                 raise SpecError(
                     "read_once differs between ranks", expected="one value", remedy="Pass one LoadPolicy on all ranks"
                 )
+            here = sum(request.machine == boot_id() != "" for request in requests)
+            self.store = self.store.read_by(max(1, here))
             return plan, None
         arrays = [entry.plan for entry in self.manifest.arrays]
         budget = min(request.budget_nbytes for request in requests)
@@ -212,12 +214,14 @@ class _Loader:
         """Fill the targets."""
         policy, entries = self.policy, self.manifest.by_key
         budget, verify, failure = self.memory.budget(policy.budget_nbytes), policy.verify, None
-        arrays, total = self.manifest.arrays, sum(r.box.size * entries[r.key].spec.itemsize for r in plan.reads)
-        if moved is not None:
-            total += nbytes_read([entry.layout for entry in arrays], moved, self.rank)
-        tracker.enter("read", total)
+        arrays = self.manifest.arrays
+        shared = 0 if moved is None else nbytes_read([entry.layout for entry in arrays], moved, self.rank)
+
+        def begin(nbytes: int) -> None:
+            tracker.enter("read", nbytes + shared)
+
         try:
-            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add)
+            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add, begin)
         except Exception as error:
             if moved is None:
                 raise
@@ -294,11 +298,11 @@ class _Loader:
         loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
             self._made[fresh] = loaded
-        filled = self._filled.get(target.held.identity)
+        filled = self._filled.get(target.identity)
         if filled is None:
-            self._filled[target.held.identity] = entry
-            self.shards += target.held.all_shards(self.rank)
-            self.buffers += target.held.buffers
+            self._filled[target.identity] = entry
+            self.shards += target.shards
+            self.buffers += target.buffers
         elif _content(filled) != _content(entry):
             raise SpecError(
                 "two leaves of `like` share one memory, and the checkpoint has two arrays",

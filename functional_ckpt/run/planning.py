@@ -14,15 +14,15 @@ from functional_ckpt.errors import CheckpointError, DuplicateKeyError, ProblemEr
 from functional_ckpt.plan.agreement import Basis, Proposal, contents_agree, known_shardings, propose, world_digest
 from functional_ckpt.plan.check import check_conflicts
 from functional_ckpt.plan.layout import ArrayPlan
-from functional_ckpt.plan.local import local_array_plans, placed_leaves, plan_local_save
+from functional_ckpt.plan.local import local_array_plans, placed_arrays, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save, restrict
 from functional_ckpt.plan.state import (
     GlobalState,
     LocalState,
     Part,
     content_problems,
-    filled,
     merge_structures,
+    with_values,
 )
 from functional_ckpt.run.capture import Captured
 from functional_ckpt.run.comm import Gather, agree, together
@@ -110,7 +110,7 @@ class Planner:
         # If one rank lacks the cached plan, all plan anew: otherwise it would wait for specs that no rank sends.
         remembered = known[1] if known and all(proposal.planned == world for proposal in proposals) else None
         shardings = None if remembered else known_shardings(basis, proposals)
-        parts = self._told(mine.common, proposals, remembered is None and shardings is None)
+        parts = self._parts(mine.common, proposals, remembered is None and shardings is None)
         plan, state = agree(self.gather, lambda: self._planned(remembered, basis, shardings, parts, proposals, budget))
         self.memory.keep(proposals[self.gather.rank].basis, world, plan)
         return attrs.evolve(plan, state=state), mine
@@ -131,14 +131,14 @@ class Planner:
             counts=mine.counts,
         )
 
-    def _told(self, mine: LocalState, proposals: Sequence[Proposal], needs_specs: bool) -> list[Part]:
+    def _parts(self, mine: LocalState, proposals: Sequence[Proposal], needs_specs: bool) -> list[Part]:
         """Return the parts of all ranks' states that this rank needs; parts that differ between ranks are gathered."""
         if not needs_specs and contents_agree(proposals):
             return [(self.gather.rank, mine), *_owns(proposals)]
         wanted = mine.with_table(self.gather.rank) if needs_specs else mine.contents()
-        told = together(self.gather, lambda: encode_state(wanted))
+        gathered = together(self.gather, lambda: encode_state(wanted))
         known: dict[bytes, tuple[LocalState, Any]] = {}
-        return [*enumerate(decode_state(*each, known) for each in told), *_owns(proposals)]
+        return [*enumerate(decode_state(*each, known) for each in gathered), *_owns(proposals)]
 
     def _planned(
         self,
@@ -162,7 +162,7 @@ class Planner:
             raise_problems([*problems, error])
             raise
         raise_problems(problems)
-        return plan, filled(plan.state, parts)
+        return plan, with_values(plan.state, parts)
 
 
 def _owns(proposals: Sequence[Proposal]) -> list[Part]:
@@ -180,7 +180,7 @@ def plan_alone(basis: Basis, owns: Sequence[Part], shardings: Mapping[str, Shard
         The problems of merging and of planning, all at once.
     """
     structure, problems = merge_structures([(basis.rank, basis.common), *owns])
-    items = placed_leaves(basis.common, owns, basis.size, {alias.key for alias in structure.aliases}, shardings)
+    items = placed_arrays(basis.common, owns, basis.size, {alias.key for alias in structure.aliases}, shardings)
     arrays = local_array_plans(items, basis.layout, basis.shared_ok, basis.owned_ok)
     raise_problems([*problems, *_name_collisions(arrays)])
     plan = plan_local_save(

@@ -11,6 +11,7 @@ from functional_ckpt.plan.field import (
     as_tuple,
     at_least,
     flag,
+    instance_of,
     is_function,
     is_word,
     one_of,
@@ -39,16 +40,6 @@ Cast: TypeAlias = Literal["error", "same_kind", "any"]
 Verify: TypeAlias = Literal["covered", "full", "none"]
 PerRankRule: TypeAlias = Literal["error", "first"]
 Trust: TypeAlias = Literal["trust"]
-
-
-def _check_layout(policy: Any, field: Any, value: Any) -> None:
-    if not isinstance(value, LayoutPolicy):
-        raise refuse(policy, field.name, "a LayoutPolicy", value)
-
-
-def _check_store(policy: Any, field: Any, value: Any) -> None:
-    if not isinstance(value, StorePolicy):
-        raise refuse(policy, field.name, "a StorePolicy", value)
 
 
 @attrs.frozen(kw_only=True)
@@ -112,7 +103,7 @@ class SavePolicy:
     functional_ckpt.errors.PolicyError: SavePolicy does not accept this durability: expected 'auto' or 'fsync' or ...
     """
 
-    layout: LayoutPolicy = attrs.field(factory=LayoutPolicy, validator=_check_layout)
+    layout: LayoutPolicy = attrs.field(factory=LayoutPolicy, validator=instance_of(LayoutPolicy))
     replicas: Replicas = attrs.field(default="elect", validator=one_of(*get_args(Replicas)))
     replicated: Replicated = attrs.field(default="check", validator=one_of(*get_args(Replicated)))
     durability: Durability = attrs.field(default="auto", validator=one_of(*get_args(Durability)))
@@ -130,7 +121,7 @@ class SavePolicy:
         default=None, converter=as_int, validator=attrs.validators.optional(at_least(0))
     )
     timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
-    store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
+    store: StorePolicy = attrs.field(factory=StorePolicy, validator=instance_of(StorePolicy))
 
 
 @attrs.frozen
@@ -292,7 +283,7 @@ class LoadPolicy:
     read_once: bool | None = attrs.field(default=None, validator=_flag_or_none)
     budget_nbytes: int = attrs.field(default=GIB, converter=as_int, validator=at_least(1))
     timeout_s: float = attrs.field(default=TIMEOUT_S, converter=as_number, validator=seconds)
-    store: StorePolicy = attrs.field(factory=StorePolicy, validator=_check_store)
+    store: StorePolicy = attrs.field(factory=StorePolicy, validator=instance_of(StorePolicy))
 
     def selects(self, key: str) -> bool:
         """Tell whether the leaf `key` is to be loaded.

@@ -145,6 +145,9 @@ class Store(Protocol):
     def pinned(self) -> "Store":
         """Return this store for reading what is under the root now, even if the root is replaced later."""
 
+    def read_by(self, count: int) -> "Store":
+        """Return this store for `count` processes of this machine that read together: what one fetches, all have."""
+
     def unpin(self) -> None:
         """Close what `pinned` keeps open; nothing can be read after that."""
 

@@ -8,7 +8,7 @@ through TensorStore. An array of one chunk skips the grid: a small tensor costs 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -204,23 +204,29 @@ def read_plan(
     budget_nbytes: int,
     verify: str = "covered",
     on_bytes: OnBytes | None = None,
+    on_start: OnBytes | None = None,
 ) -> None:
     """Run `plan`: fill the rank's `buffers`. `verify` is ``"covered"``, ``"full"`` or ``"none"``.
+
+    Before the first read `on_start` is called with the bytes of all.
 
     Raises
     ------
     CorruptionError
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
+    concurrency = store.capabilities.concurrency
+    work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
+    if on_start is not None:
+        on_start(sum(piece.nbytes for piece in work))
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    concurrency = store.capabilities.concurrency
-    work = _reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency))
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
-class _Piece(NamedTuple):
+@attrs.frozen
+class _Piece:
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
 
     index: tuple[int, ...]

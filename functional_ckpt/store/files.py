@@ -80,6 +80,8 @@ class FileStore:
     root: Path
     sync: str = "none"
     guard: str | None = None
+    #: How many processes of this machine read much the same files together.
+    _readers: int = attrs.field(default=1, kw_only=True, eq=False, repr=False)
     _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True if names in them are not synced yet.
@@ -180,21 +182,24 @@ class FileStore:
 
     def read(self, name: str, limit: int = METADATA_NBYTES) -> bytes | None:
         """Return a file's bytes, or None."""
-        with storage_errors("reading", name):
+        try:
+            # Without O_NONBLOCK, opening a pipe waits for a writer.
+            file = self._open(name, _READ | os.O_NONBLOCK)
             try:
-                file = self._open_plain(name)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            try:
-                size = os.fstat(file).st_size
-                check_limit(self._prefix + name, size, limit)
-                found = os.read(file, size + 1)  # a small file is complete now
-                if len(found) == size:
-                    return found
+                found = os.fstat(file)
+                _require_plain(found.st_mode)
+                check_limit(self._prefix + name, found.st_size, limit)
+                data = os.read(file, found.st_size + 1)  # a small file is complete now
+                if len(data) == found.st_size:
+                    return data
                 with open(file, "rb", closefd=False) as rest:
-                    return found + rest.read()
+                    return data + rest.read()
             finally:
                 os.close(file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise storage_error("reading", name, error) from error
 
     def nbytes_of(self, name: str) -> int | None:
         """Return a file's size, or None."""
@@ -219,11 +224,11 @@ class FileStore:
             raise storage_error("reading", name, error) from error
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
-        """Read ranges of a file, and no other pages of it, directly into the caller's memory."""
+        """Read ranges of a file directly into the caller's memory, and no other pages that nobody here wants."""
         with storage_errors("reading", name):
             file = self._open(name)
             try:
-                advise_ranges(file, starts, nbytes)
+                advise_ranges(file, starts, nbytes, self._readers)
                 for position, start in enumerate(starts):
                     _read_fully(file, name, start, into[position * nbytes : (position + 1) * nbytes])
             finally:
@@ -267,6 +272,10 @@ class FileStore:
                 return self
             raise
 
+    def read_by(self, count: int) -> "FileStore":
+        """Return this store for reading together with other processes of this machine, `count` in all."""
+        return attrs.evolve(self, readers=count)
+
     def unpin(self) -> None:
         """Close the directory."""
         if self._at is not None:
@@ -297,16 +306,6 @@ class FileStore:
         if self._at is None:
             return os.open(self._prefix + name, flags)
         return os.open(name, flags, dir_fd=self._at.file)
-
-    def _open_plain(self, name: str) -> int:
-        # Without O_NONBLOCK, opening a pipe waits for a writer.
-        file = self._open(name, _READ | os.O_NONBLOCK)
-        try:
-            _require_plain(os.fstat(file).st_mode)
-        except OSError:
-            os.close(file)
-            raise
-        return file
 
     def _stat(self, name: str) -> os.stat_result:
         return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)

@@ -1,8 +1,11 @@
-"""`Joiner`: memory in which the parts of a large object are joined, one object after the other."""
+"""`Joiner`: hands large objects over from one thread, joined in memory that is used again."""
 
-from collections.abc import Sequence
-from threading import Lock
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import cache, partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -12,27 +15,41 @@ __all__ = ["REUSED_NBYTES", "Joiner", "joined"]
 #: time takes 20 ms, in which no other thread can run Python; this takes 5.
 REUSED_NBYTES = 2**20
 
+_STARTING = Lock()
+_Calls: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]"
+
 
 @attrs.define(eq=False)
 class Joiner:
-    r"""One object at a time: hold `lock` from `filled` until its memory is copied.
+    r"""The memory of one store.
+
+    TensorStore copies an object in many small pieces, which the allocator keeps for the thread that asked for them
+    (measured: a save with a budget of 256 MiB grew by 740). So one thread of this process asks for all.
 
     Examples
     --------
-    >>> joiner = Joiner()
-    >>> with joiner.lock:
-    ...     joiner.filled([memoryview(b"ab"), memoryview(b"c")], 5)
-    bytearray(b'abc\x00\x00')
+    >>> Joiner().passed([memoryview(b"ab"), memoryview(b"c")], 5, bytes)
+    b'abc\x00\x00'
     """
 
-    lock: Any = attrs.field(factory=Lock)
     _memory: bytearray = attrs.field(factory=bytearray, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Joiner, ()
 
-    def filled(self, parts: Sequence[memoryview], nbytes: int) -> bytearray:
-        """Return the parts one after the other, then zeros up to `nbytes`."""
+    def passed(self, parts: Sequence[memoryview], nbytes: int, write: Callable[[bytearray], Any]) -> Any:
+        """Return what `write` returns for the parts one after the other, then zeros up to `nbytes`.
+
+        It must have copied them by then.
+        """
+        done: Future[Any] = Future()
+        _calls().put((done, partial(self._pass, parts, nbytes, write)))
+        try:
+            return done.result()
+        finally:
+            wait([done])  # also after an interrupt: nothing reads the caller's memory any more
+
+    def _pass(self, parts: Sequence[memoryview], nbytes: int, write: Callable[[bytearray], Any]) -> Any:
         if len(self._memory) != nbytes:
             self._memory = bytearray(nbytes)
         at, memory = 0, memoryview(self._memory)
@@ -40,7 +57,30 @@ class Joiner:
             memory[at : at + len(part)] = part
             at += len(part)
         memory[at:] = bytes(nbytes - at)
-        return self._memory
+        return write(self._memory)
+
+
+def _calls() -> _Calls:
+    """Return the queue of the one thread."""
+    with _STARTING:
+        return _started()
+
+
+@cache
+def _started() -> _Calls:
+    calls: _Calls = SimpleQueue()
+    Thread(target=_serve, args=(calls,), name="functional_ckpt-joiner", daemon=True).start()
+    return calls
+
+
+def _serve(calls: _Calls) -> None:
+    while True:
+        done, call = calls.get()
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+        del done, call  # nothing is kept while it waits for the next
 
 
 def joined(parts: Sequence[memoryview], nbytes: int) -> bytes:

@@ -104,8 +104,7 @@ class ObjectStore(WholeStore):
         if nbytes < REUSED_NBYTES:
             request = kv.write(name, joined(parts, nbytes), if_equal=_MISSING)
         else:
-            with self._joiner.lock:  # TensorStore copies it before it returns
-                request = kv.write(name, self._joiner.filled(parts, nbytes), if_equal=_MISSING)
+            request = self._joiner.passed(parts, nbytes, lambda data: kv.write(name, data, if_equal=_MISSING))
         for part in parts if each is not None else ():  # while the request is on its way
             each(part)  # type: ignore[misc]
         self._created(name, request, lambda: joined(parts, nbytes))

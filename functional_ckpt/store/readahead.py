@@ -6,12 +6,19 @@ from collections.abc import Sequence
 __all__ = ["advise_ranges"]
 
 
-def advise_ranges(file: int, starts: Sequence[int], nbytes: int) -> None:
+def advise_ranges(file: int, starts: Sequence[int], nbytes: int, readers: int) -> None:
     """Tell the system which pages will be read, so that it fetches them at once, and none between them by read-ahead.
 
-    Measured on a cold disk: reading half the columns of chunks fetches 2.0 times its bytes without this, 1.0 with it.
+    It is not told where so many `readers` on this machine, each with as much as this one, want all that lies between:
+    then it fetches all by read-ahead, for all of them.
+
+    Measured on a cold disk: one process that reads half the columns of chunks fetches 2.0 times its bytes without this,
+    1.0 with it. Two processes, each with its half, take twice as long with it: the disk gets many small requests.
     """
-    if not hasattr(os, "posix_fadvise") or _is_cached(file, (starts[0], starts[-1] + nbytes - 1)):
+    span = starts[-1] + nbytes - starts[0]
+    if not hasattr(os, "posix_fadvise") or _is_cached(file, (starts[0], starts[0] + span - 1)):
+        return
+    if len(starts) > 1 and len(starts) * nbytes * readers >= span:
         return
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     for start in starts:

@@ -19,6 +19,7 @@ from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
@@ -26,7 +27,16 @@ from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import copier_of
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
-__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "host_view", "to_torch"]
+__all__ = [
+    "DTYPE_NAMES",
+    "TORCH_DTYPES",
+    "TORCH_LEAVES",
+    "DeviceBuffer",
+    "TorchLeaves",
+    "fillable",
+    "host_view",
+    "to_torch",
+]
 
 #: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
 DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -134,12 +144,15 @@ class TorchLeaves:
         if isinstance(leaf, LocalTensors):
             for tensor in leaf.data:
                 _check_fillable(key, tensor, rank)
-            return Target(_held_shards(key, leaf, leaf.data), leaf)
+            return Target.of(_held_shards(key, leaf, leaf.data), rank, leaf)
         _check_type(key, leaf)
         leaf = _allocated(leaf, device) if leaf.is_meta else leaf
         local = _local(leaf)
         _check_fillable(key, local, rank)
-        return Target(self._held(key, leaf, local), leaf)
+        if isinstance(leaf, DTensor):
+            return Target.of(self._held(key, leaf, local), rank, leaf)
+        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+        return Target(_identity(leaf, ()), (ShardSpec(spec, spec.box, rank),), (_buffer(local),), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -174,12 +187,33 @@ class TorchLeaves:
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
 
 
+def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
+    """Return data type and memory of a plain tensor, which is to be filled.
+
+    Raises
+    ------
+    UnsupportedLeafError, SpecError, DTypeError
+        If it cannot be.
+
+    Examples
+    --------
+    >>> fillable("w", torch.zeros(2))[0]
+    'float32'
+    """
+    _check_type(key, tensor)
+    if tensor.is_meta or isinstance(tensor, DTensor):
+        found = "a meta tensor" if tensor.is_meta else "a DTensor"
+        raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
+    _check_fillable(key, tensor)
+    return _dtype_name(key, tensor), _buffer(tensor)
+
+
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
     plain = leaf.detach() if leaf.requires_grad else leaf
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
-def _check_fillable(key: str, local: torch.Tensor, rank: int) -> None:
+def _check_fillable(key: str, local: torch.Tensor, rank: int | None = None) -> None:
     if local.is_conj() or local.is_neg():
         raise SpecError("a conjugated or negated view cannot be filled", key, rank=rank, shape=tuple(local.shape))
 
@@ -207,9 +241,9 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
 
 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a tensor."""
+    """Return the local part of a tensor, detached."""
     if not isinstance(leaf, DTensor):
-        return leaf
+        return leaf.detach() if leaf.requires_grad else leaf
     # to_local goes through autograd, which costs more than the rest of the work for a small tensor.
     local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
     return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local

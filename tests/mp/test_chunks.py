@@ -71,7 +71,8 @@ def irregular(path):
         "both": distribute_tensor(whole, launch.mesh(2, 2), [Shard(0), Shard(1)], src_data_rank=None),
     }
     found = {}
-    for name, chosen in (("owned", policy()), ("cells", policy(min_chunk_nbytes=0))):
+    joined = policy(min_chunk_nbytes=0, few_files=0, target_chunk_nbytes=4 * 13 * 4)
+    for name, chosen in (("owned", policy()), ("cells", policy(min_chunk_nbytes=0)), ("joined", joined)):
         manifest = fc.save(state, path / name, policy=chosen)
         found[name] = {entry.spec.key: (entry.layout.ownership, entry.layout.chunk) for entry in manifest.arrays}
     return found
@@ -82,6 +83,8 @@ def test_irregular_faces(four, tmp_path):
     assert layouts["owned"] == {"rows": ("owned", (10, 13)), "both": ("owned", (10, 13))}
     assert {ownership for ownership, _ in layouts["cells"].values()} == {"exclusive"}
     assert layouts["cells"]["rows"] == ("exclusive", (1, 13))
+    # The smallest come first, and then files are few enough.
+    assert layouts["joined"] == {"rows": ("owned", (4, 13)), "both": ("exclusive", (5, 7))}
     for name in layouts:
         assert fc.verify(tmp_path / name).ok
         for key in ("rows", "both"):

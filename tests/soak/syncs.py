@@ -1,4 +1,4 @@
-"""Mutants of durability: each takes out a sync, or the way in which files wait for theirs."""
+"""Mutants of what disks are asked for: syncs, and the way in which files wait for theirs; reading ahead."""
 
 from tests.soak.mutant import Mutant
 
@@ -66,5 +66,14 @@ SYNCS = (
         "a save that fails leaves files open", "store/unsynced.py",
         "            while self._files:", "            while error is None and self._files:",
         ("tests/test_syncs.py",),
+    ),
+    Mutant(
+        "each rank fetches its own columns", "store/readahead.py",
+        "len(starts) * nbytes * readers >= span:", "len(starts) * nbytes >= span:",
+        ("tests/test_readahead.py",),
+    ),
+    Mutant(
+        "all ranks count as ranks of this machine", "run/loading.py",
+        "request.machine == boot_id() != \"\"", "boot_id() != \"\"", ("tests/test_readahead.py",),
     ),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.base import UNSIZED
+from functional_ckpt.store.joiner import REUSED_NBYTES
 from functional_ckpt.store.object_store import ObjectStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
@@ -221,6 +222,31 @@ def test_chunks_in_flight_keep_to_the_budget(server, url):
     server.proxy.reset()
     load(state, url, policy=server.loading(budget_nbytes=budget_nbytes))
     assert 1 < server.proxy.most_in_flight <= 4
+
+
+def test_large_objects_are_handed_over_by_one_thread(server, url, monkeypatch):
+    """Each thread that hands one over keeps memory of that size."""
+    opened, threads = ObjectStore._kv, []
+
+    class Watched:
+        def __init__(self, store):
+            self.kv = opened(store)
+
+        def __getattr__(self, name):
+            return getattr(self.kv, name)
+
+        def write(self, name, data, **condition):
+            if data is not None and len(data) >= REUSED_NBYTES:
+                threads.append(threading.get_ident())
+            return self.kv.write(name, data, **condition)
+
+    monkeypatch.setattr(ObjectStore, "_kv", lambda store: Watched(store))
+    state = {f"w{i}": np.full((2 + i % 2, 2**18), i, "f4") for i in range(8)}
+    save(state, url, policy=server.saving())
+    assert len(threads) == 8
+    assert len({*threads}) == 1
+    loaded = load({key: np.zeros_like(value) for key, value in state.items()}, url, policy=server.loading())
+    assert all(np.array_equal(loaded[key], value) for key, value in state.items())
 
 
 def test_a_large_chunk_is_read_by_ranges_in_parallel(server, url):

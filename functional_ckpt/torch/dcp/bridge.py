@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -222,8 +223,14 @@ def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
 
 
 def _tensor_metadata(spec: ArraySpec) -> TensorStorageMetadata:
-    properties = TensorProperties(dtype=TORCH_DTYPES[spec.dtype])
-    return TensorStorageMetadata(properties=properties, size=torch.Size(spec.shape), chunks=[chunk_of(spec.box)])
+    chunk = _whole_chunk(spec.shape)
+    return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[spec.dtype]), chunk.sizes, [chunk])
+
+
+# Thousands of tensors have the same shape.
+@lru_cache(maxsize=1024)
+def _whole_chunk(shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    return chunk_of(Box.from_shape(shape))
 
 
 def paths(manifest: Manifest) -> dict[str, tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
-from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.array import known_spec
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.access import SCHEMES
 from functional_ckpt.store.buffer import Buffer
@@ -31,7 +31,7 @@ from functional_ckpt.torch.dcp.bridge import (
     stored_metadata,
 )
 from functional_ckpt.torch.dcp.planner import check_unused, local_numel
-from functional_ckpt.torch.tensors import TORCH_LEAVES
+from functional_ckpt.torch.tensors import fillable
 
 __all__ = ["ZarrStorageReader", "has_store"]
 
@@ -171,10 +171,10 @@ def _fill(source: Opened, items: list[ReadItem], targets: list[Any], policy: Loa
                 expected=box.shape,
                 found=tuple(target.shape),
             )
-        held = TORCH_LEAVES.target(key, target, 0, "cpu").held
+        dtype, buffer = fillable(key, target)
         stored = entries[key].spec.shape if key in entries else box.stop
-        shards.append(ShardSpec(ArraySpec(key, stored, held.spec.dtype), box))
-        buffers += held.buffers
+        shards.append(ShardSpec(known_spec(key, stored, dtype), box))
+        buffers.append(buffer)
     memory = Memory.of(shards, buffers, entries)
     raise_problems(memory.problems)
     plan = plan_load(entries, shards, policy.cast)

@@ -58,7 +58,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         self.do_cache_distribution = do_cache_distribution
         #: The cached places of the shards that this rank writes; None before the first save.
         self.cached_distribution: frozenset[Any] | None = None
-        self._told: Sequence[ShardTable] | None = None
+        self._gathered: Sequence[ShardTable] | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -110,9 +110,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     def _held(self, sharded_state_dict: ShardedStateDict, gather: Gather) -> Sequence[ShardTable]:
         """Return the shards that each rank of the group holds, from `knowing` if possible."""
-        if self._told is not None:
+        if self._gathered is not None:
             members: Sequence[int] = getattr(gather, "members", None) or range(gather.size)
-            return [self._told[number] for number in members]
+            return [self._gathered[number] for number in members]
 
         def describe() -> ShardTable:
             specs = [as_tensor(leaf).spec for leaf in leaves_of(sharded_state_dict) if is_tensor(leaf)]
@@ -122,7 +122,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
 
 @contextmanager
-def knowing(strategy: SaveShardedStrategy, told: Sequence[ShardTable] | None) -> Iterator[None]:
+def knowing(strategy: SaveShardedStrategy, gathered: Sequence[ShardTable] | None) -> Iterator[None]:
     """Pass gathered shards of all ranks of the default group to `strategy`, if it is the wrapper, during a save.
 
     Examples
@@ -134,11 +134,11 @@ def knowing(strategy: SaveShardedStrategy, told: Sequence[ShardTable] | None) ->
     if not isinstance(strategy, FullyParallelSaveStrategyWrapper):
         yield
         return
-    strategy._told = told
+    strategy._gathered = gathered
     try:
         yield
     finally:
-        strategy._told = None
+        strategy._gathered = None
 
 
 def _place(shard: ShardSpec) -> Any:

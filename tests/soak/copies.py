@@ -1,0 +1,91 @@
+"""Mutants of the copies that saves in the background write from: see `tests.soak.mutants`."""
+
+from tests.soak.mutant import Mutant
+
+COPIES = (
+    Mutant(
+        "a chunk is free before it is written", "store/staging.py",
+        "    return np.ndarray(values.shape, values.dtype, np.asarray(span.part(start, start + values.nbytes)))",
+        "    span.part(start, start + values.nbytes)\n    return values",
+        ("property_tests/test_staging.py",),
+    ),
+    Mutant(
+        "small copies are free before they are written", "store/staging.py",
+        "blocks = [np.asarray(span) for span in spans]",
+        "blocks = [span._slab.memory[span.low : span.high] for span in spans]",
+        ("property_tests/test_staging.py",),
+    ),
+    Mutant(
+        "a part of a span is given away twice", "store/pool.py",
+        "                self._left[number : number + 1] = [(a, b) for a, b in ((first, low), (high, last)) if a < b]\n",
+        "",
+        ("property_tests/test_staging.py",),
+    ),
+    Mutant(
+        "a copy is asked for more than once", "store/staging.py",
+        "                self._array = self._span = None\n            elif", "                pass\n            elif",
+        ("tests/test_staging.py", "-k", "handed_out_once"),
+    ),
+    Mutant(
+        "the pool grows above its limit", "store/pool.py",
+        "        if self.nbytes + sum(sizes) > limit:", "        if False:",
+        ("property_tests/test_staging.py", "tests/test_staging.py", "-k", "limit or kept"),
+    ),
+    Mutant(
+        "memory that saves do not need any more stays", "store/pool.py",
+        "            self._shrink(limit)\n", "",
+        ("property_tests/test_staging.py", "tests/test_staging.py", "-k", "limit or less"),
+    ),
+    Mutant(
+        "threads take from the pool at the same time", "store/pool.py",
+        "        with self._lock:\n            self._needs", "        if True:\n            self._needs",
+        ("tests/test_staging.py", "-k", "one_thread"),
+    ),
+    Mutant(
+        "a save that is over keeps its copy", "api.py",
+        "            unstage(staged)", "            pass",
+        ("tests/test_staging.py", "-k", "not_published"),
+    ),
+    Mutant(
+        "a rank keeps its copy when another cannot copy", "run/staging.py",
+        "        _drop(copies)\n        raise", "        raise",
+        ("tests/test_staging.py", "-k", "another_cannot"),
+    ),
+    Mutant(
+        "forked children have the copies, too", "store/pool.py",
+        '("MADV_DONTFORK", "MADV_HUGEPAGE")', '("MADV_HUGEPAGE",)',
+        ("tests/test_staging.py", "-k", "forked"),
+    ),
+    Mutant(
+        "forked children go on with the pool of their parent", "store/pool.py",
+        "    global _POOL\n    _POOL = StagingPool()", "    pass",
+        ("tests/test_staging.py", "-k", "forked"),
+    ),
+    Mutant(
+        "nobody waits for what a device copies", "torch/devices.py",
+        "= side.synchronize\n", "= side.todo.copy\n",
+        ("tests/test_staging.py", "-k", "devices_copies"),
+    ),
+    Mutant(
+        "a device copies before it has computed", "torch/devices.py",
+        "        side.wait_stream(self.api.current_stream(self.device))\n", "",
+        ("tests/test_staging.py", "-k", "comes_first"),
+    ),
+    Mutant(
+        "a device goes on copying when one copy could not begin", "torch/devices.py",
+        "            side.synchronize()\n            raise", "            raise",
+        ("tests/test_staging.py", "-k", "go_on"),
+    ),
+    Mutant(
+        "a device goes on copying when the host fails", "store/staging.py",
+        "            ending.callback(begin(mine, copies))",
+        "            ending.push(lambda kind, *_, wait=begin(mine, copies): None if kind else wait())",
+        ("tests/test_staging.py", "-k", "go_on"),
+    ),
+    Mutant(
+        "memory that is given back stays pinned", "torch/devices.py",
+        "                finalize(memory, runtime.cudaHostUnregister, address).atexit = False\n",
+        "                pass\n",
+        ("tests/test_staging.py", "-k", "devices_copies"),
+    ),
+)  # fmt: skip
