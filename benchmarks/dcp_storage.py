@@ -23,6 +23,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 import functional_ckpt
 from benchmarks.competitors import DCP, OURS
+from benchmarks.figures import Figure
 from benchmarks.group import run_ranks, timed_by_all
 from benchmarks.measure import Samples, ratio, rotated
 from benchmarks.options import new_parser, tell
@@ -30,7 +31,7 @@ from benchmarks.place import Place, default_directories, scratch_place
 from benchmarks.ranks_job import Work, timed_save, timed_saves
 from benchmarks.sharded import DState, Library, all_ranks, library, prove, sharded
 from benchmarks.state import MIB
-from benchmarks.table import WIDTH, new_table, time_cells
+from benchmarks.table import WIDTH, figure_table, new_table, time_cells
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, LocalShards, SavePolicy, ShardSpec
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
 
@@ -49,6 +50,12 @@ class Times:
     columns: Samples
 
 
+FIGURES = (
+    Figure("small save: DCP / DCP over ours", ">=", 3, lambda found: ratio(found.saves, DCP, ZARR)),
+    Figure("small load: DCP / DCP over ours", ">=", 3, lambda found: ratio(found.loads, DCP, ZARR)),
+)
+
+
 def main(arguments: list[str] | None = None) -> None:
     chosen = _parser().parse_args(arguments)
     console = Console(width=WIDTH)
@@ -57,7 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
             for ranks in chosen.ranks:
                 for work in QUICK if chosen.quick else FULL:
                     tell(f"{ranks} ranks, {place.title}, {work} ...")
-                    console.print(_table(ranks, work, run_ranks(ranks, measure, place, work, chosen.rounds)))
+                    times = run_ranks(ranks, measure, place, work, chosen.rounds)
+                    console.print(_table(ranks, work, times))
+                    if work.small_count:
+                        console.print(figure_table(f"figures: {ranks} ranks, {work}", FIGURES, times))
             few, many = (planning_s(place.fresh_path(), parts) for parts in (4, 1024))
         console.print(
             f"planning a load: of 4 ranks {few * 1e3:.1f} ms, of 1,024 {many * 1e3:.1f} ms, {many / few:.2f}x"

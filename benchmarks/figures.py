@@ -77,6 +77,10 @@ FIGURES = (
     Figure("small save: DCP / ours", ">=", 4, _times(SMALL_SAVE, who.DCP, who.OURS)),
     Figure("small load: DCP / ours", ">=", 4, _times(SMALL_LOAD, who.DCP, who.OURS)),
     Figure(
+        "small save: CPU ours / torch_checkpointing",
+        "<=", 0.9, _times(SMALL_SAVE, who.OURS, "torch_checkpointing", "cpu"),
+    ),
+    Figure(
         "small load: CPU ours / torch_checkpointing",
         "<=", 0.9, _times(SMALL_LOAD, who.OURS, "torch_checkpointing", "cpu"),
     ),

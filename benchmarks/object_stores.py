@@ -3,7 +3,7 @@
 A server on 127.0.0.1 stands behind a proxy that adds 20 ms to each request. Ours, DCP over s3fs, and the same bytes
 sent or read by TensorStore's key-value store alone take turns; ratios compare runs of one round. Many small tensors are
 compared with the same objects put or fetched one request after the other: a part of them, scaled. At last peak memory
-against the budget. Below the table stand the requests of one run each, as the proxy saw them.
+against the budget. Below each table stand the requests of one run each, as the proxy saw them.
 
 Servers: ``memory`` (this repository's, 0.1 ms for a request), and ``moto`` and ``swift`` where they are installed.
 Needs s3fs.
@@ -69,7 +69,8 @@ def main(arguments=None):
             for part in chosen.part or PARTS:
                 tell(f"{title}: {part} ...")
                 found[part] = _measured(part, server, size, chosen.concurrency)
-        _show(console, title, found, size)
+                _show(console, f"{title}: {part}", found[part])
+        console.print(figure_table(f"figures: {title}", _figures(size), found))
 
 
 def _measured(part, server, size, concurrency):
@@ -119,20 +120,15 @@ def _run(part, one, call, state, server, place):
     part.requests[one.name] = described(server.log())
 
 
-def _show(console, title, found, size):
+def _show(console, title, part):
+    if part.peak_nbytes:
+        console.print(f"{title}: {part.peak_nbytes / MIB:.0f} MiB", highlight=False)
+        return
     table = new_table(title, "", "wall s", "min - max", "CPU s", "wall / ours")
-    requests = []
-    for name, part in found.items():
-        if part.peak_nbytes:
-            continue
-        table.add_section()
-        table.add_row(f"[bold]{name}")
-        for one, runs in part.samples.items():
-            table.add_row(f"  {one}", *time_cells(runs), f"{ratio(part.samples, one, ways.OURS):.2f}")
-            requests.append(f"{name}, {one}: {part.requests[one]}")
+    for one, runs in part.samples.items():
+        table.add_row(one, *time_cells(runs), f"{ratio(part.samples, one, ways.OURS):.2f}")
     console.print(table)
-    console.print(*requests, sep="\n", highlight=False)
-    console.print(figure_table(f"figures: {title}", _figures(size), found))
+    console.print(*(f"{one}: {text}" for one, text in part.requests.items()), sep="\n", highlight=False)
 
 
 def _figures(size):

@@ -1,6 +1,6 @@
 """M: what a process remembers changes nothing. Any states, one after the other, through one memory and through none."""
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import attrs
 import numpy as np
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import functional_ckpt
 from functional_ckpt import api
+from functional_ckpt.plan import agreement
 from functional_ckpt.plan.agreement import Basis
 from functional_ckpt.plan.fingerprint import fingerprint
 from functional_ckpt.plan.layout import LayoutPolicy
@@ -17,12 +18,14 @@ from functional_ckpt.plan.manifest import ValueEntry
 from functional_ckpt.plan.state import ArrayLeaf, CopyDigest, LocalState
 from functional_ckpt.run.comm import GatherOnly
 from functional_ckpt.run.leaves import LocalShards, PerRank
+from functional_ckpt.run.planning import PlanMemory
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.sharding import Sharding, ShardSpec
+from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing.simulate import try_ranks
 from property_tests.memories import ByRank
 from property_tests.test_roundtrip import directory, tree_bytes
@@ -318,6 +321,41 @@ def test_a_fingerprint_does_not_depend_on_what_is_one_object():
 def test_values_with_one_fingerprint_are_equal(one, data):
     other = data.draw(st.sampled_from([one, *variants(one)]))
     assert (fingerprint(one) == fingerprint(other)) == (repr(one) == repr(other))
+
+
+@pytest.mark.parametrize("value", [1, True, 1.0, 0, False, 0.0, -0.0, None])
+def test_keys_of_dicts_are_equal_if_their_fingerprints_are(value):
+    """A plan is found by an equal basis, which brings its fingerprint along: Python takes True, 1 and 1.0 for equal."""
+    for other in (1, True, 1.0, 0, False, 0.0, -0.0, None):
+        same = fingerprint(DictKey(value)) == fingerprint(DictKey(other))
+        assert (DictKey(value) == DictKey(other), len({DictKey(value), DictKey(other)}) == 1) == (same, same)
+
+
+@given(WORLDS, st.integers(0, RANKS - 1))
+def test_states_that_are_equal_have_one_fingerprint(world, rank):
+    from functional_ckpt.run.capture import capture
+    from functional_ckpt.testing.simulate import SimulatedGather, _Mail
+
+    one, other = (
+        capture(world.on(rank), SimulatedGather(rank, RANKS, _Mail(RANKS, 1.0)), world.policy, False, {}).common
+        for _ in range(2)
+    )
+    assert one == other
+    assert fingerprint(one) == fingerprint(other)
+    assert all(a is b for a, b in zip(one.arrays, other.arrays, strict=True) if a.tied_to is None)
+    assert all((variant == one) == (fingerprint(variant) == fingerprint(one)) for variant in variants(one))
+
+
+def test_a_state_like_the_last_one_is_not_digested_again(tmp_path):
+    state = {"a": {"w": np.arange(4), 1: np.arange(3)}, "own": PerRank(np.arange(2))}
+    with (
+        patch.object(api, "_PLANS", PlanMemory()),
+        patch.object(agreement, "fingerprint", Mock(wraps=fingerprint)) as f,
+    ):
+        for step in range(3):
+            f.reset_mock()
+            functional_ckpt.save(state, tmp_path / str(step))
+            assert any(isinstance(call.args[0], Basis) for call in f.call_args_list) == (step == 0)
 
 
 def test_what_has_no_equality_has_no_fingerprint():

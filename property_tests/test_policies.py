@@ -73,13 +73,13 @@ TYPES = {
     **dict.fromkeys(["extended_dtypes", "credentials"], is_text),
     **dict.fromkeys(["endpoint", "region"], lambda value: value is None or is_text(value)),
     **dict.fromkeys(["consolidate", "metadata_file", "allow_shape_mismatch", "alone"], is_flag),
+    "staging_nbytes": lambda value: value is None or is_whole(value),
     "read_once": lambda value: value is None or is_flag(value),
     **dict.fromkeys(
         ["budget_nbytes", "target_chunk_nbytes", "min_chunk_nbytes", "shared_chunk_nbytes", "few_files"], is_whole
     ),
     **dict.fromkeys(["timeout_s", "retry_delay_s", "lease_s"], is_number),
     **dict.fromkeys(["retries", "concurrency"], is_whole),
-    "staging_nbytes": lambda value: value is None or is_whole(value),
     "object_codec": lambda value: value is None or is_text(value),
     "strict": lambda value: is_text(value) or is_flag(value) or isinstance(value, Strict),
     "keys": lambda value: value is None or is_text(value) or is_function(value) or is_sequence(value),

@@ -39,8 +39,8 @@ class Disk:
         return sum(nbytes for *_, nbytes, what in self.advised if what == os.POSIX_FADV_WILLNEED)
 
     def goes_ahead(self):
-        """Whether the system reads ahead of what is read, as it does by itself."""
-        return all(what != os.POSIX_FADV_RANDOM for *_, what in self.advised)
+        """Whether the system is asked for nothing but to read ahead."""
+        return {what for *_, what in self.advised} == {os.POSIX_FADV_SEQUENTIAL}
 
 
 @pytest.fixture

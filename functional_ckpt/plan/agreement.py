@@ -44,6 +44,16 @@ class Basis:
     counts: tuple[int, ...]
 
     @cached_property
+    def digest(self) -> bytes:
+        """The fingerprint of the basis."""
+        return fingerprint(self)
+
+    @cached_property
+    def alike_digest(self) -> bytes:
+        """The fingerprint of what is alike."""
+        return fingerprint(*self.alike)
+
+    @cached_property
     def cells(self) -> "tuple[tuple[tuple[str, Kind], ...], tuple[Block, ...]] | None":
         """The kinds of the arrays of which `common` has shards, and the block of cells held of each kind.
 
@@ -69,8 +79,9 @@ class Basis:
         rules = (self.size, self.shared_ok, self.owned_ok, self.layout, self.replicas)
         return *rules, attrs.evolve(self.common, shards=()), self.cells and self.cells[0]
 
+    @cached_property
     def blocks(self) -> tuple[Block, ...] | None:
-        """Return what other ranks must know to plan, besides what is alike; None if they must know every shard."""
+        """What other ranks must know to plan, besides what is alike; None if they must know every shard."""
         told = {key for key, _ in self.cells[0]} if self.cells else set()
         known = all(leaf.is_copy or leaf.sharding or leaf.key in told for leaf in self.common.arrays)
         return self.cells[1] if self.cells and known and all(leaf.is_copy for leaf in self.own.arrays) else None
@@ -97,10 +108,10 @@ class Proposal:
 def propose(basis: Basis, contents: LocalState, own: LocalState, budget_nbytes: int) -> Proposal:
     """Return what a rank sends about `basis`; `contents` are those of the part that may be equal on all ranks."""
     return Proposal(
-        fingerprint(basis),
-        fingerprint(*basis.alike),
+        basis.digest,
+        basis.alike_digest,
         fingerprint(contents),
-        basis.blocks(),
+        basis.blocks,
         budget_nbytes,
         own if own.arrays or own.values else None,
     )

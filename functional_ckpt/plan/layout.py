@@ -159,7 +159,7 @@ class ChunkGrid:
         """Chunks per axis (0 along an empty axis)."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of chunks (1 for a zero-dimensional array)."""
         return prod(self.counts)
@@ -200,6 +200,8 @@ class ChunkGrid:
         >>> grid.index(3), grid.position((1, 1))
         ((1, 1), 3)
         """
+        if not position:
+            return (0,) * len(self.shape)
         index: list[int] = []
         for n in reversed(self.counts):
             position, i = divmod(position, n)

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
+from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
 import attrs
@@ -103,10 +104,10 @@ class Manifest:
         members = {
             "format": canonical(FORMAT),
             "version": canonical(self.version),
-            "arrays": _listed(map(_array_to_json, self.arrays)),
-            "values": _listed(_placed({"key": v.key, "value": json.loads(v.text)}, v) for v in self.values),
-            "aliases": _listed(_placed({"key": a.key, "target": a.target}, a) for a in self.aliases),
-            "per_rank": _listed(_placed({"key": p.key, "world_size": p.world_size}, p) for p in self.per_rank),
+            "arrays": _listed(map(_array_text, self.arrays)),
+            "values": _records(({"key": v.key, "value": json.loads(v.text)}, v) for v in self.values),
+            "aliases": _records(({"key": a.key, "target": a.target}, a) for a in self.aliases),
+            "per_rank": _records(({"key": p.key, "world_size": p.world_size}, p) for p in self.per_rank),
             "attributes": canonical(json.loads(self.attributes)),
         }
         return ("{" + ",".join(f'"{name}":{text}' for name, text in sorted(members.items())) + "}").encode()
@@ -154,9 +155,13 @@ def canonical(document: object) -> str:
     return _ENCODER.encode(document)
 
 
-def _listed(records: Iterable[object]) -> str:
+def _listed(texts: Iterable[str]) -> str:
+    return "[" + ",".join(texts) + "]"
+
+
+def _records(entries: Iterable[tuple[dict[str, Any], Any]]) -> str:
     """Return the text of a list. Only one record exists at a time: thousands would make the garbage collector run."""
-    return "[" + ",".join(map(canonical, records)) + "]"
+    return _listed(canonical(_placed(record, entry)) for record, entry in entries)
 
 
 def path_to_json(path: Iterable[Any]) -> list[Any]:
@@ -186,10 +191,15 @@ def path_from_json(coded: Any) -> Path:
 
 
 def _placed(record: dict[str, Any], entry: Any) -> dict[str, Any]:
-    key = record["key"]
-    if entry.path is None:
-        return {**record, "path": None}
-    return record if entry.path == tuple(key.split(".")) else {**record, "path": path_to_json(entry.path)}
+    text = _path_text(record["key"], entry.path)
+    return record if text is None else {**record, "path": json.loads(text)}
+
+
+def _path_text(key: str, path: Path | None) -> str | None:
+    """Return the text of a path; None if the key tells it."""
+    if path is None:
+        return "null"
+    return None if path == tuple(key.split(".")) else canonical(path_to_json(path))
 
 
 def _path_of(record: Mapping[str, Any]) -> Path | None:
@@ -198,25 +208,31 @@ def _path_of(record: Mapping[str, Any]) -> Path | None:
     return None if record["path"] is None else path_from_json(record["path"])
 
 
-def _array_to_json(entry: ArrayEntry) -> dict[str, Any]:
-    spec, layout = entry.spec, entry.layout
-    record: dict[str, Any] = {
-        "key": spec.key,
-        "dtype": spec.dtype,
-        "shape": list(spec.shape),
-        "chunk": list(layout.chunk),
-        "digests": [entry.digests[i : i + DIGEST_NBYTES].hex() for i in range(0, len(entry.digests), DIGEST_NBYTES)],
-    }
+def _array_text(entry: ArrayEntry) -> str:
+    spec, path = entry.spec, _path_text(entry.spec.key, entry.path)
+    digests = entry.digests.hex(",", DIGEST_NBYTES).replace(",", '","')
+    told = f'["{digests}"]' if digests else "[]", encode_basestring_ascii(spec.key)
+    form = _array_form(spec.shape, spec.dtype, entry.layout, entry.codec, path is not None)
+    return form % (told if path is None else (*told, path))
+
+
+@lru_cache(maxsize=1024)
+def _array_form(shape: tuple[int, ...], dtype: str, layout: Layout, codec: str | None, has_path: bool) -> str:
+    """Return the text of all arrays that differ only in digests, key and path, with ``%s`` in their places."""
+    gap = "\0"
+    record: dict[str, Any] = {"key": gap, "dtype": dtype, "shape": shape, "chunk": layout.chunk, "digests": gap}
     # The common case is left out: exclusive chunks, no codecs, the data type stored as itself.
     if layout.ownership != "exclusive":
         record["ownership"] = layout.ownership
     if layout.codecs:
-        record["codecs"] = list(layout.codecs)
-    if layout.stored != spec.dtype:
+        record["codecs"] = layout.codecs
+    if layout.stored != dtype:
         record["stored"] = layout.stored
-    if entry.codec is not None:
-        record["codec"] = entry.codec
-    return _placed(record, entry)
+    if codec is not None:
+        record["codec"] = codec
+    if has_path:
+        record["path"] = gap
+    return canonical(record).replace("%", "%%").replace(canonical(gap), "%s")
 
 
 def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:

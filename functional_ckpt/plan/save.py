@@ -1,6 +1,7 @@
 """Save plans: `plan_save` for a whole world, `restrict` for the part of one rank."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -14,7 +15,7 @@ from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, pieces_of, row_or
 from functional_ckpt.plan.replica import choose_writers
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.columns import Ints, runs
+from functional_ckpt.spec.columns import Ints, runs, to_column
 from functional_ckpt.spec.shard import Fragment, World
 from functional_ckpt.spec.table import ShardTable, padded, padded_shapes, unpadded, widest
 from functional_ckpt.spec.tiling import surely_tiled
@@ -123,11 +124,19 @@ class SavePlan:
         triples = zip(rows.array.tolist(), rows.chunk.tolist(), rows.rank.tolist(), strict=True)
         return tuple(SharedDigest(*self._chunk(array, chunk), rank) for array, chunk, rank in triples)
 
+    @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of elements of each piece."""
+        itemsizes = np.array([plan.spec.itemsize for plan in self.arrays], np.int64)
+        return to_column(self.pieces.sizes * itemsizes[self.pieces.array])
+
     def written_nbytes(self, rank: int) -> int:
         """Return the bytes of elements that `rank` writes to storage."""
-        itemsizes = np.array([plan.spec.itemsize for plan in self.arrays], np.int64)
-        mine = self.pieces.take(self.pieces.target == rank)
-        return int((mine.sizes * itemsizes[mine.array]).sum())
+        return int(self.nbytes[self.pieces.target == rank].sum())
+
+    def fragment(self, row: int) -> Fragment:
+        """Return the fragment of the rank's shard that a piece is part of."""
+        return self._fragment(int(self.pieces.array[row]), row, int(self.pieces.run[row]))
 
     def file_count(self, rank: int) -> int:
         """Return how many files `rank` writes: chunks that it writes, wholly or in part, and metadata."""

@@ -119,8 +119,8 @@ class LocalState:
 
     def split_common(self) -> "tuple[LocalState, LocalState]":
         """Return the part that may be equal on all ranks, and the part of this rank: everything below a `PerRank`."""
-        own_arrays = tuple(leaf for leaf in self.arrays if is_per_rank(leaf.path))
-        own_values = tuple(value for value in self.values if is_per_rank(value.path or ()))
+        own_arrays = tuple(leaf for leaf in self.arrays if is_per_rank(leaf.path)) if self.per_rank else ()
+        own_values = tuple(value for value in self.values if is_per_rank(value.path or ())) if self.per_rank else ()
         if not own_arrays and not own_values:
             return self, LocalState(attributes=self.attributes, policy_text=self.policy_text)
         keys = {leaf.key for leaf in own_arrays}

@@ -2,7 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -22,9 +23,10 @@ from functional_ckpt.run.comm import Gather
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
 from functional_ckpt.run.objects import object_bytes, trust_needed, warn_of_trust
 from functional_ckpt.run.policy import SavePolicy
-from functional_ckpt.spec.array import check_key
+from functional_ckpt.spec.array import MAX_KNOWN, check_key
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import relabelled
-from functional_ckpt.spec.tree import DictKey, Path, flatten, key_of
+from functional_ckpt.spec.tree import DictKey, Path, key_of, walk
 from functional_ckpt.store.buffer import WHOLE, Buffer
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.execute import content_digest
@@ -33,6 +35,9 @@ from functional_ckpt.store.values import MAX_INLINE_NBYTES, plain_text
 __all__ = ["Captured", "Describer", "capture", "policy_text"]
 
 T = TypeVar("T")
+
+#: A leaf, the same object for the same arguments: so a state like the last one is compared at no cost.
+_known_leaf = lru_cache(maxsize=MAX_KNOWN)(ArrayLeaf)
 
 _EACH_RANKS_OWN = ("durability", "budget_nbytes", "staging", "staging_nbytes", "timeout_s")
 
@@ -62,8 +67,8 @@ def capture(
     """
     seen = Describer(gather.rank, policy, gather.size > 1, getattr(gather, "members", None))
     taken: dict[str, Path] = {}
-    for path, leaf in flatten(tree):
-        seen.guard(key_of(path), _add_leaf, seen, taken, gather.size, path, leaf)
+    for path, leaf in walk(tree):
+        seen.guard(key := key_of(path), _add_leaf, seen, taken, gather.size, key, path, leaf)
     text = seen.guard("attributes", _attributes_text, attributes or {})
     return seen.captured(policy_text(policy, overwrite), text or NO_ATTRIBUTES)
 
@@ -80,7 +85,11 @@ class Describer:
         self.compares = compares and policy.replicated == "check"
         self.per_rank: list[PerRankEntry] = []
         self._problems: list[CheckpointError] = []
-        self._arrays: dict[str, tuple[ArrayLeaf, list[HeldArray]]] = {}
+        # By key, and no object for each leaf that holds them: the collector looks at all that are alive.
+        self._leaves: dict[str, ArrayLeaf] = {}
+        self._buffers: dict[str, tuple[Buffer, ...]] = {}
+        self._identities: dict[str, Hashable] = {}
+        self._shards: dict[str, tuple[ShardSpec, ...]] = {}
         self._values: list[ValueEntry] = []
         self._copies: list[CopyDigest] = []
         self._untrusted: dict[str, tuple[str, ...]] = {}
@@ -118,9 +127,9 @@ class Describer:
         if held.codec not in (None, "json"):
             self._untrusted[key] = trust_needed(key, held.buffers[0].get(held.spec.shape, 0, WHOLE))
         sharding = None if held.sharding is None else relabelled(held.sharding, self.members)
-        leaf = ArrayLeaf(held.spec, path, held.codec, None, held.copy, sharding)
-        first, regions = self._arrays.setdefault(key, (leaf, []))
-        if (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
+        leaf = _known_leaf(held.spec, path, held.codec, None, held.copy, sharding)
+        first = self._leaves.setdefault(key, leaf)
+        if first is not leaf and (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
             raise SpecError(
                 "the regions of one array disagree about it",
                 key,
@@ -129,10 +138,13 @@ class Describer:
                 expected=(first.spec.shape, first.spec.dtype),
                 found=(leaf.spec.shape, leaf.spec.dtype),
             )
-        if leaf.is_copy and regions:
+        if leaf.is_copy and key in self._buffers:
             raise SpecError("the plan writes a whole tensor twice", key, rank=self.rank, shape=leaf.spec.shape)
-        regions.append(held)
-        if leaf.is_copy and self.compares and not is_per_rank(path):
+        self._buffers[key] = self._buffers.get(key, ()) + held.buffers
+        self._identities.setdefault(key, held.identity)
+        if not first.is_copy and first.sharding is None:
+            self._shards[key] = self._shards.get(key, ()) + held.all_shards(self.rank)
+        if self.compares and leaf.is_copy and not is_per_rank(path):
             digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
             self._copies.append(CopyDigest(held.spec, digest))
 
@@ -146,51 +158,39 @@ class Describer:
         """
         raise_problems(self._problems)
         warn_of_trust(self._untrusted)
-        ordered = [found for _, found in sorted(self._arrays.items())]
-        shards = [
-            shard
-            for leaf, regions in ordered
-            if not leaf.is_copy and leaf.sharding is None
-            for held in regions
-            for shard in held.all_shards(self.rank)
-        ]
+        keys = sorted(self._leaves)
         common, own = LocalState(
-            _tied(ordered),
-            tuple(shards),
+            _tied((self._leaves[key], self._identities[key]) for key in keys),
+            tuple(chain.from_iterable(self._shards.get(key, ()) for key in keys)),
             tuple(sorted(self._values, key=lambda value: value.key)),
             tuple(sorted(self.per_rank, key=lambda entry: entry.key)),
             attributes,
             policy_text,
             copies=tuple(sorted(self._copies, key=lambda copy: copy.spec.key)),
         ).split_common()
-        buffers = [
-            [buffer for held in self._arrays[leaf.key][1] for buffer in held.buffers]
-            for leaf in (*common.arrays, *own.arrays)
-        ]
+        buffers = [self._buffers[leaf.key] for leaf in (*common.arrays, *own.arrays)]
         return Captured(common, own, tuple(chain.from_iterable(buffers)), tuple(map(len, buffers)))
 
 
-def _tied(found: Sequence[tuple[ArrayLeaf, list[HeldArray]]]) -> tuple[ArrayLeaf, ...]:
+def _tied(found: Iterable[tuple[ArrayLeaf, Hashable]]) -> tuple[ArrayLeaf, ...]:
     """Return the leaves; of several keys with one identity the later ones are tied to the first."""
     first: dict[Hashable, str] = {}
     return tuple(
-        leaf
-        if (key := first.setdefault(regions[0].identity, leaf.key)) == leaf.key
-        else attrs.evolve(leaf, tied_to=key)
-        for leaf, regions in found
+        leaf if (key := first.setdefault(identity, leaf.key)) == leaf.key else attrs.evolve(leaf, tied_to=key)
+        for leaf, identity in found
     )
 
 
-def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, path: Path, leaf: Any) -> None:
+def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, key: str, path: Path, leaf: Any) -> None:
     """Describe one leaf of a tree; `taken` are the keys that other leaves have, by their paths."""
-    key = _take_key(taken, path)
+    _take_key(taken, key, path)
     if isinstance(leaf, PerRank):
         seen.per_rank.append(PerRankEntry(key, size, path))
-        for inner, value in flatten(leaf.value):
+        for inner, value in walk(leaf.value):
             if isinstance(value, PerRank):
                 raise UnsupportedLeafError("a PerRank holds another", key_of((*path, *inner)))
             below: Any = (*path, RankItem(seen.rank), *inner)
-            seen.guard(key_of(below), _add_leaf, seen, taken, size, below, value)
+            seen.guard(name := key_of(below), _add_leaf, seen, taken, size, name, below, value)
         return
     adapter = adapter_of(leaf)
     if adapter is not None:
@@ -209,8 +209,7 @@ def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, path: Path, le
         seen.add_bytes(key, path, object_bytes(key, leaf), seen.policy.object_codec)
 
 
-def _take_key(taken: dict[str, Path], path: Path) -> str:
-    key = key_of(path)
+def _take_key(taken: dict[str, Path], key: str, path: Path) -> None:
     check_key(key)
     for item in path:
         if isinstance(item, DictKey) and not _is_representable(item.value):
@@ -229,7 +228,6 @@ def _take_key(taken: dict[str, Path], path: Path) -> str:
             remedy="Rename one: a key is the path joined by dots",
         )
     taken[key] = path
-    return key
 
 
 def _attributes_text(attributes: Mapping[str, Any]) -> str:

@@ -250,20 +250,11 @@ class _Loader:
             self.keys.use((key,))
         if entry is not None and entry.codec is not None:
             if adapter is not None:
-                raise SpecError(
-                    "the checkpoint has an object, `like` an array",
-                    key,
-                    remedy="Put any plain value in its place in `like`",
-                )
+                raise _unlike(key, "an object", "an array", "any plain value")
             return self._objects.read(entry)
         if key in self._values:
             if adapter is not None:
-                raise SpecError(
-                    "the checkpoint has a plain value, `like` an array",
-                    key,
-                    found=self._values[key].text,
-                    remedy="Put any plain value in its place in `like`",
-                )
+                raise _unlike(key, "a plain value", "an array", "any plain value", found=self._values[key].text)
             return decode_text(key, self._values[key].text)
         if entry is None:
             return self._unstored_leaf(key, leaf)
@@ -271,12 +262,13 @@ class _Loader:
             array = adapter_of(entry.spec)
             return self._array_leaf(key, entry, entry.spec, array, lambda value: value.item()) if array else leaf
         if adapter is None:
-            raise SpecError(
-                "the checkpoint has an array, `like` a plain value",
+            raise _unlike(
                 key,
+                "an array",
+                "a plain value",
+                "a tensor, an array or an ArraySpec",
                 shape=entry.spec.shape,
                 found=type(leaf).__name__,
-                remedy="Put a tensor, an array or an ArraySpec in its place in `like`",
             )
         return self._array_leaf(key, entry, leaf, adapter)
 
@@ -323,11 +315,7 @@ class _Loader:
         else:
             self.keys.use_below(key)
             if key in self._per_rank:
-                raise SpecError(
-                    "the checkpoint has values that differ by rank, `like` one value",
-                    key,
-                    remedy="Put a PerRank(...) in its place in `like`",
-                )
+                raise _unlike(key, "values that differ by rank", "one value", "a PerRank(...)")
             what = "its state_dict()" if hasattr(leaf, "state_dict") else "a dict or list"
             raise SpecError(
                 "the checkpoint has several leaves, `like` one",
@@ -398,3 +386,9 @@ def _rank_key(key: str, rank: int, inner: TreePath) -> str:
 
 def _resolved(tree: Any) -> Any:
     return map_leaves(lambda _, leaf: leaf.result() if isinstance(leaf, _Deferred) else leaf, tree)
+
+
+def _unlike(key: str, stored: str, like: str, instead: str, **facts: Any) -> SpecError:
+    """Return the error for a leaf of `like` that is of another kind than what is stored under its key."""
+    remedy = f"Put {instead} in its place in `like`"
+    return SpecError(f"the checkpoint has {stored}, `like` {like}", key, remedy=remedy, **facts)

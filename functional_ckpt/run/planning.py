@@ -1,7 +1,6 @@
 """How the ranks of a save agree on a plan: each plans alone, or they use a cached plan, or they gather their specs."""
 
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -54,26 +53,24 @@ class Plan:
 class PlanMemory:
     """A cache of plans: for each basis the world that it was part of, and the plan made for that world.
 
-    The key of a basis is the fingerprint of all inputs of a rank to a plan, that of a world the fingerprints of all
-    ranks, so that a cached plan equals a new one. Threads may share a cache.
+    A basis is all inputs of a rank to a plan, and the key of a world the fingerprints of all ranks' bases, so that a
+    cached plan equals a new one. Threads may share a cache.
     """
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[bytes, tuple[bytes, Plan]] = OrderedDict()
+        self._plans: list[tuple[Basis, bytes, Plan]] = []
         self._lock = Lock()
 
-    def find(self, basis: bytes) -> tuple[bytes, Plan] | None:
-        """Return the last world with this basis, and the plan for it."""
+    def find(self, basis: Basis) -> tuple[Basis, bytes, Plan] | None:
+        """Return an equal basis, which has its digests already, the last world with it, and the plan for that."""
         with self._lock:
-            return self._plans.get(basis)
+            return next((kept for kept in reversed(self._plans) if kept[0] == basis), None)
 
-    def keep(self, basis: bytes, world: bytes, plan: Plan) -> None:
+    def keep(self, basis: Basis, world: bytes, plan: Plan) -> None:
         """Add a plan, and drop the oldest."""
         with self._lock:
-            self._plans[basis] = world, plan
-            self._plans.move_to_end(basis)
-            while len(self._plans) > _KEPT:
-                self._plans.popitem(last=False)
+            others = [kept for kept in self._plans if kept[0] is not basis and kept[0] != basis]
+            self._plans = [*others[1 - _KEPT :], (basis, world, plan)]
 
 
 class Planner:
@@ -90,21 +87,20 @@ class Planner:
         CheckpointError
             The problems of all ranks, on all ranks.
         """
-        described: list[Captured] = []
-        brought: list[tuple[Basis, tuple[bytes, Plan] | None]] = []
+        brought: list[tuple[Captured, Basis, tuple[bytes, Plan] | None]] = []
 
         def propose_mine() -> Proposal:
             mine = describe()
+            basis = self._basis(mine)
+            known = self.memory.find(basis)
+            basis, known_plan = (known[0], known[1:]) if known else (basis, None)
+            brought.append((mine, basis, known_plan))
             own = mine.own.with_table(self.gather.rank, sum(mine.counts[: len(mine.common.arrays)]))
-            basis = self._basis(mine, own)
             proposal = propose(basis, mine.common.contents(), own, self.policy.budget_nbytes)
-            known = self.memory.find(proposal.basis)
-            described.append(mine)
-            brought.append((basis, known))
-            return attrs.evolve(proposal, planned=known[0]) if known else proposal
+            return attrs.evolve(proposal, planned=known_plan[0]) if known_plan else proposal
 
         proposals = together(self.gather, propose_mine)
-        mine, (basis, known) = described[0], brought[0]
+        mine, basis, known = brought[0]
         budget = min(proposal.budget_nbytes for proposal in proposals)
         world = world_digest(proposals, budget)
         # If one rank lacks the cached plan, all plan anew: otherwise it would wait for specs that no rank sends.
@@ -112,10 +108,10 @@ class Planner:
         shardings = None if remembered else known_shardings(basis, proposals)
         parts = self._parts(mine.common, proposals, remembered is None and shardings is None)
         plan, state = agree(self.gather, lambda: self._planned(remembered, basis, shardings, parts, proposals, budget))
-        self.memory.keep(proposals[self.gather.rank].basis, world, plan)
+        self.memory.keep(basis, world, plan)
         return attrs.evolve(plan, state=state), mine
 
-    def _basis(self, mine: Captured, own: LocalState) -> Basis:
+    def _basis(self, mine: Captured) -> Basis:
         store, group = open_store(self.path, access=self.policy.store), self.gather
         if group.size > 1 and not store.capabilities.shared:
             raise SpecError("other ranks cannot see this store", path=store.url, remedy="Save to a shared file system")
@@ -127,7 +123,7 @@ class Planner:
             layout=self.policy.layout,
             replicas=self.policy.replicas,
             common=mine.common.structure(),
-            own=own.structure(),
+            own=mine.own.structure(),
             counts=mine.counts,
         )
 

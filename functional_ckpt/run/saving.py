@@ -9,7 +9,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -189,7 +189,8 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
         tracker.enter("digest")
         return digest_shared(mine, store, budget)
 
-    with abandoning(prepared):
+    with abandoning(prepared), ExitStack() as failing:
+        failing.callback(store.unpin)
         receipts = together(gather, write_mine)
         digested = receipts
         if any(array.layout.ownership == "shared" for array in plan.arrays):
@@ -199,7 +200,9 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
             manifest = build_manifest(plan.state, plan.arrays, _all_chunks(plan.arrays, digested))
             return _checked(Written(prepared, store, manifest, tuple(receipts)), tracker)
 
-        return agree(gather, check)
+        written = agree(gather, check)
+        failing.pop_all()  # the store is needed to publish
+    return written
 
 
 def publish_written(written: Written) -> Manifest:
@@ -215,7 +218,8 @@ def publish_written(written: Written) -> Manifest:
     CheckpointWarning
         On every rank, if it is published, but a later step failed.
     """
-    with abandoning(written.prepared):
+    with abandoning(written.prepared), ExitStack() as ending:
+        ending.callback(written.store.unpin)
         problems = _publish(written)
     for problem in problems:
         warnings.warn(f"the checkpoint is published, but {problem}", CheckpointWarning, stacklevel=2)
@@ -229,6 +233,7 @@ def publish_alone(written: Written) -> Manifest:
 
 def abandon_written(written: Written) -> None:
     """Remove on rank 0 the files of a save that will not be published."""
+    written.store.unpin()
     if written.prepared.gather.rank == 0:
         for problem in abandon(written.prepared.site, written.prepared.claim):
             warnings.warn(f"a save was abandoned, and {problem}", CheckpointWarning, stacklevel=2)

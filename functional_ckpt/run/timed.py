@@ -81,6 +81,8 @@ class TimedStore:
 
     def __init__(self, store: Store, tracker: Tracker) -> None:
         self._store, self._tracker = store, tracker
+        # Looked up once, not for each of thousands of files.
+        self.create, self.nbytes_of = store.create, store.nbytes_of
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the store."""

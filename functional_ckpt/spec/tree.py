@@ -5,7 +5,7 @@ of another type (optimizer states are keyed by ints). Empty dicts and lists are 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import attrs
@@ -21,6 +21,7 @@ __all__ = [
     "key_of",
     "map_leaves",
     "unflatten",
+    "walk",
 ]
 
 
@@ -34,7 +35,8 @@ class DictKey:
     'state.0.step'
     """
 
-    value: object
+    # Of one type and one text: True, 1 and 1.0, or 0.0 and -0.0, are equal but have different storage keys.
+    value: object = attrs.field(eq=lambda value: (type(value), str(value)))
 
 
 Path: TypeAlias = tuple[str | int | DictKey, ...]
@@ -96,20 +98,28 @@ def flatten(tree: object) -> tuple[tuple[Path, Any], ...]:
     >>> flatten({"a": [1, (2, 3)], "b": {}})
     ((('a', 0), 1), (('a', 1), (2, 3)), (('b',), {}))
     """
-    found: list[tuple[Path, Any]] = []
-    _flatten(tree, (), found, ())
-    return tuple(found)
+    return tuple(walk(tree))
 
 
-def _flatten(node: Any, path: Path, found: list[tuple[Path, Any]], open_ids: tuple[int, ...]) -> None:
-    if not is_node(node):
-        found.append((path, node))
+def walk(tree: object, path: Path = (), open_ids: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield what `flatten` returns, one leaf at a time; paths begin with `path`, below the containers `open_ids`.
+
+    Examples
+    --------
+    >>> list(walk([3]))
+    [((0,), 3)]
+    """
+    if not is_node(tree):
+        yield path, tree
         return
-    if id(node) in open_ids:
+    if id(tree) in open_ids:
         raise SpecError("a container contains itself", key_of(path))
-    open_ids = (*open_ids, id(node))
-    for item, child in _children(node):
-        _flatten(child, (*path, item), found, open_ids)
+    open_ids = (*open_ids, id(tree))
+    for item, child in _children(tree):
+        if is_node(child):
+            yield from walk(child, (*path, item), open_ids)
+        else:
+            yield (*path, item), child
 
 
 def _children(node: Any) -> Iterable[tuple[str | int | DictKey, Any]]:

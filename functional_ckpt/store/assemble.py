@@ -113,7 +113,7 @@ class _Chunks:
 
     def _write(self, store: Store, array: int, chunk: int, box: Box, values: Array) -> Digest:
         plan = self.wave.arrays[array]
-        return array, chunk, write_chunk(store, plan.spec, plan.layout, box, values)
+        return array, chunk, write_chunk(store, plan, plan.grid.index(chunk), values)
 
     def _pack(self, rows: Sequence[int], _: Array) -> Array:
         return joined_bytes([self.wave.get(row, self.buffers) for row in rows])

@@ -126,7 +126,8 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
     """Return the cells of one chunk, clipped to the array."""
     name = chunk_path(spec.key, index)
     raw = is_raw(layout)
-    _check_memory(spec, layout, index)
+    if not raw or layout.chunk_nbytes > SMALL_CHUNK_NBYTES:
+        _check_memory(spec, layout, index)
     try:
         data = store.read(name, layout.chunk_nbytes if raw else encoded_limit(layout))
     except StorageError as error:
@@ -186,15 +187,14 @@ def write_header(array: ArrayPlan, store: Store) -> None:
     store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
 
 
-def write_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values: Array) -> bytes:
-    """Write the whole chunk whose cells are `box`, and return its digest."""
-    index = tuple(lo // c for lo, c in zip(box.start, layout.chunk, strict=True))
-    name = chunk_path(spec.key, index)
-    if is_raw(layout):
-        return create_chunk(store, name, values, layout)
+def write_chunk(store: Store, array: ArrayPlan, index: tuple[int, ...], values: Array) -> bytes:
+    """Write the cells of a whole chunk, and return their digest."""
+    name = chunk_path(array.spec.key, index)
+    if is_raw(array.layout):
+        return create_chunk(store, name, values, array.layout)
     from functional_ckpt.store.zarr import encode_chunk
 
-    data = encode_chunk(spec, layout, box, values)
+    data = encode_chunk(array.spec, array.layout, array.grid.box(index), values)
     store.create(name, [memoryview(data)], len(data))
     return digest(values)
 
@@ -210,7 +210,8 @@ def update_chunk(store: Store, spec: ArraySpec, layout: Layout, box: Box, values
 def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> bytes:
     """Write a whole plain chunk and return its digest."""
     nbytes = layout.chunk_nbytes
-    if values.shape[1:] != layout.chunk[1:]:  # Zarr stores edge chunks in full; cells outside the array are zero
+    # Zarr stores edge chunks in full; cells outside the array are zero.
+    if values.shape != layout.chunk and values.shape[1:] != layout.chunk[1:]:
         padded = np.zeros(layout.chunk, values.dtype)
         padded[tuple(slice(0, n) for n in values.shape)] = values
         store.create(name, [as_bytes(padded)], nbytes)

@@ -45,8 +45,7 @@ from functional_ckpt.store.encoding import (
     METADATA_TEXT,
     PROVENANCE,
     ROOT,
-    array_metadata,
-    node_name,
+    named_metadata,
     to_json,
 )
 from functional_ckpt.store.file_claim import Claim, claimed_by
@@ -104,7 +103,9 @@ class Site:
 
     def store(self, sync: str = "none") -> Store:
         """Return the store to write to; in marker mode nothing is written there once the claim is gone."""
-        guarded = self.mode == "marker" and open_store(self.url).capabilities.shared
+        if self.mode == "rename":  # through a handle of the directory: the system finds it once, not for each file
+            return open_store(self.work_url, sync).pinned()
+        guarded = open_store(self.url).capabilities.shared
         return open_store(self.work_url, sync, claim_name(self.save_id) if guarded else None, self.access)
 
 
@@ -394,7 +395,5 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     # With one array of a type that stock zarr-python does not know, it could not open the group at all.
     if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
         return to_json(root)
-    members = b",".join(
-        to_json(node_name(e.spec.key)) + b":" + array_metadata(e.spec, e.layout) for e in manifest.arrays
-    )
+    members = b",".join(named_metadata(entry.spec, entry.layout) for entry in manifest.arrays)
     return CONSOLIDATED + members + CONSOLIDATED_END + to_json(root)[1:]

@@ -22,6 +22,7 @@ from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.columns import Ints
 from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
@@ -54,6 +55,9 @@ from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
 __all__ = ["Receipt", "check_needed", "content_digest", "digest_shared", "read_plan", "write_plan"]
 
 OnBytes = Callable[[int], None]
+
+#: Most fragments that are written as one task.
+_BATCH = 64
 
 
 @attrs.frozen
@@ -117,55 +121,82 @@ def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
 
 
 def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> list[Work]:
-    """Return the work of all pieces that are written directly, and of metadata of arrays without pieces here."""
-    rows = plan.pieces.take(plan.pieces.chunk < 0)
-    headers = set(plan.header_rows.array.tolist()) - set(plan.pieces.array[plan.pieces.chunk >= 0].tolist())
-    work: list[Work] = []
-    columns = (rows.array, rows.shard, rows.run, rows.start, rows.stop)
-    for number, shard, run, start, stop in zip(*(column.tolist() for column in columns), strict=True):
-        array = plan.arrays[number]
-        front = len(start) - len(array.spec.shape)
-        source = Fragment(Box(start[front:], stop[front:]), run)
-        work += _writers(number, array, source, buffers[shard], store, number in headers)
-        headers.discard(number)
-    return work + [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in sorted(headers)]
+    """Return the work of all pieces that are written directly, and of metadata of arrays without pieces here.
 
-
-def _writers(number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, header: bool) -> list[Work]:
-    """Return the work of one fragment of array number `number`: one item if it is small, else one per chunk.
-
-    Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
+    Small fragments are written many at a time, with the metadata of their arrays; large ones chunk by chunk.
     """
-    itemsize, pieces = array.spec.itemsize, _pieces(array.grid, source.box)
-    nbytes = source.box.size * itemsize
+    rows = np.flatnonzero(plan.pieces.chunk < 0)
+    headers = np.setdiff1d(plan.header_rows.array, plan.pieces.array[plan.pieces.chunk >= 0])
+    arrays, first = np.unique(plan.pieces.array[rows], return_index=True)
+    begins = rows[first[np.isin(arrays, headers)]]
+    # Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
+    is_small = (plan.nbytes < (0 if store.capabilities.concurrency else SMALL_NBYTES))[rows]
+    small, large = rows[is_small], rows[~is_small]
+    apart = np.concatenate([np.setdiff1d(headers, arrays), plan.pieces.array[np.intersect1d(begins, large)]])
+    work = [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in apart.tolist()]
+    write = partial(_write_small, plan, frozenset(begins.tolist()), buffers, store)
+    work += [Work(nbytes, partial(write, batch), nbytes) for batch, nbytes in _batches(small, plan.nbytes)]
+    for row in large.tolist():
+        work += _writers(plan, row, buffers, store)
+    return work
+
+
+def _batches(rows: Ints, nbytes: Ints) -> Iterator[tuple[list[int], int]]:
+    """Yield small rows, as many at a time as are small together, with their bytes."""
+    batch: list[int] = []
+    total = 0
+    for row, each in zip(rows.tolist(), nbytes[rows].tolist(), strict=True):
+        if total + each >= SMALL_NBYTES or len(batch) == _BATCH:
+            yield batch, total
+            batch, total = [], 0
+        batch.append(row)
+        total += each
+    if batch:
+        yield batch, total
+
+
+def _write_small(
+    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[int]
+) -> list[Digest]:
+    """Write fragments of the plan, by their rows; those that are in `begins` with the metadata of their arrays."""
+    found: list[Digest] = []
+    pieces = plan.pieces.take(rows)
+    columns = (pieces.array, pieces.shard, pieces.run, plan.nbytes[rows])
+    for row, number, shard, run, nbytes in zip(rows, *(column.tolist() for column in columns), strict=True):
+        array, buffer = plan.arrays[number], buffers[shard]
+        if row in begins:
+            write_header(array, store)
+        if array.grid.is_single and nbytes == array.spec.nbytes:  # most of them, and worth a shortcut
+            values = buffer.get(array.spec.shape, run, WHOLE)
+            found.append((number, 0, write_chunk(store, array, array.grid.index(0), values)))
+        else:
+            source = plan.fragment(row)
+            found += _write_pieces(number, array, source, buffer, store, _pieces(array.grid, source.box))
+    return found
+
+
+def _writers(plan: SavePlan, row: int, buffers: Sequence[Buffer], store: Store) -> list[Work]:
+    """Return the work of one large fragment: one item for each chunk."""
+    number, source = int(plan.pieces.array[row]), plan.fragment(row)
+    array, buffer = plan.arrays[number], buffers[plan.pieces.shard[row]]
     write = partial(_write_pieces, number, array, source, buffer, store)
-    if nbytes < SMALL_NBYTES and not store.capabilities.concurrency:
-        return [Work(nbytes, partial(write, pieces, header), nbytes)]
     # A piece that is not contiguous is copied; part of a chunk is written by rewriting the whole chunk.
     held = decoding_nbytes(array.layout)
-    first = [Work(0, partial(write_header, array, store), 0)] if header else []
-    return first + [Work(piece.box.size * itemsize, partial(write, (piece,), False), held) for piece in pieces]
+    pieces = _pieces(array.grid, source.box)
+    return [Work(piece.box.size * array.spec.itemsize, partial(write, (piece,)), held) for piece in pieces]
 
 
 def _write_pieces(
-    number: int,
-    array: ArrayPlan,
-    source: Fragment,
-    buffer: Buffer,
-    store: Store,
-    pieces: Iterable["_Piece"],
-    header: bool,
+    number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, pieces: Iterable["_Piece"]
 ) -> list[Digest]:
-    """Write pieces of a fragment, and before them the metadata if `header`."""
-    if header:
-        write_header(array, store)
-    spec, layout, found = array.spec, array.layout, []
+    """Write pieces of a fragment."""
+    found: list[Digest] = []
     for piece in pieces:
         values = buffer.get(source.box.shape, source.run, _region(source.box, piece.box))
         if piece.whole:
-            found.append((number, piece.position, write_chunk(store, spec, layout, piece.box, values)))
+            found.append((number, piece.position, write_chunk(store, array, piece.index, values)))
         else:
-            update_chunk(store, spec, layout, piece.box, values)
+            update_chunk(store, array.spec, array.layout, piece.box, values)
     return found
 
 

@@ -51,14 +51,14 @@ class _Directory:
             self.file = os.open(path, _READ | os.O_DIRECTORY)
 
     def close(self) -> None:
-        """Close the directory; reading fails after that."""
+        """Close the directory; reading and writing fail after that."""
         file, self.file = self.file, -1
         if file >= 0:
-            os.close(file)
+            with suppress(OSError):  # of a directory: nothing that was written can be lost
+                os.close(file)
 
     def __del__(self) -> None:
-        with suppress(OSError):  # no caller could catch it, and nothing was written
-            self.close()
+        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the path again; the reader checks whether it is still the same directory.
@@ -110,10 +110,10 @@ class FileStore:
         self.check_guard()
         try:
             directory = name.rpartition("/")[0]
-            if directory not in self._directories:
+            if not self._directories.get(directory):
                 self._make(directory)
-            self._directories[directory] = True
-            file = os.open(self._prefix + name, _CREATE, 0o666)
+                self._directories[directory] = True
+            file = self._open(name, _CREATE)
             try:
                 _fill(file, parts, nbytes, each)
                 if synced and self._unsynced.keep(name, file, nbytes):
@@ -140,7 +140,10 @@ class FileStore:
         # Never the root itself: a late rank must not create the directory of an abandoned save again.
         if directory:
             with suppress(FileExistsError):
-                os.mkdir(self._prefix + directory)
+                if self._at is None:
+                    os.mkdir(self._prefix + directory)
+                else:
+                    os.mkdir(directory, dir_fd=self._at.file)
             self._directories[""] = True
 
     def check_guard(self) -> None:
@@ -264,7 +267,7 @@ class FileStore:
                 _raise_unless_gone(error)
 
     def pinned(self) -> "FileStore":
-        """Return this store bound to the directory that is at the root now, which is kept open for reading."""
+        """Return this store bound to the directory that is at the root now, which is kept open."""
         try:
             return attrs.evolve(self, at=_Directory(self._prefix))
         except StorageError as error:
@@ -304,8 +307,8 @@ class FileStore:
 
     def _open(self, name: str, flags: int = _READ) -> int:
         if self._at is None:
-            return os.open(self._prefix + name, flags)
-        return os.open(name, flags, dir_fd=self._at.file)
+            return os.open(self._prefix + name, flags, 0o666)
+        return os.open(name, flags, 0o666, dir_fd=self._at.file)
 
     def _stat(self, name: str) -> os.stat_result:
         return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)

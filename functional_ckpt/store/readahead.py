@@ -9,8 +9,8 @@ __all__ = ["advise_ranges"]
 def advise_ranges(file: int, starts: Sequence[int], nbytes: int, readers: int) -> None:
     """Tell the system which pages will be read, so that it fetches them at once, and none between them by read-ahead.
 
-    It is not told where so many `readers` on this machine, each with as much as this one, want all that lies between:
-    then it fetches all by read-ahead, for all of them.
+    Where so many `readers` on this machine, each with as much as this one, want all that lies between, it is told to
+    read ahead instead, for all of them.
 
     Measured on a cold disk: one process that reads half the columns of chunks fetches 2.0 times its bytes without this,
     1.0 with it. Two processes, each with its half, take twice as long with it: the disk gets many small requests.
@@ -19,6 +19,7 @@ def advise_ranges(file: int, starts: Sequence[int], nbytes: int, readers: int) -
     if not hasattr(os, "posix_fadvise") or _is_cached(file, (starts[0], starts[0] + span - 1)):
         return
     if len(starts) > 1 and len(starts) * nbytes * readers >= span:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # doubles read-ahead
         return
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     for start in starts:

@@ -17,8 +17,7 @@ COPIES = (
     ),
     Mutant(
         "a part of a span is given away twice", "store/pool.py",
-        "                self._left[number : number + 1] = [(a, b) for a, b in ((first, low), (high, last)) if a < b]\n",
-        "",
+        "self._left[number : number + 1] = [(a, b) for a, b in ((first, low), (high, last)) if a < b]", "pass",
         ("property_tests/test_staging.py",),
     ),
     Mutant(
@@ -64,28 +63,28 @@ COPIES = (
     Mutant(
         "nobody waits for what a device copies", "torch/devices.py",
         "= side.synchronize\n", "= side.todo.copy\n",
-        ("tests/test_staging.py", "-k", "devices_copies"),
+        ("tests/test_devices.py", "-k", "devices_copies"),
     ),
     Mutant(
         "a device copies before it has computed", "torch/devices.py",
         "        side.wait_stream(self.api.current_stream(self.device))\n", "",
-        ("tests/test_staging.py", "-k", "comes_first"),
+        ("tests/test_devices.py", "-k", "comes_first"),
     ),
     Mutant(
         "a device goes on copying when one copy could not begin", "torch/devices.py",
         "            side.synchronize()\n            raise", "            raise",
-        ("tests/test_staging.py", "-k", "go_on"),
+        ("tests/test_devices.py", "-k", "go_on"),
     ),
     Mutant(
         "a device goes on copying when the host fails", "store/staging.py",
         "            ending.callback(begin(mine, copies))",
         "            ending.push(lambda kind, *_, wait=begin(mine, copies): None if kind else wait())",
-        ("tests/test_staging.py", "-k", "go_on"),
+        ("tests/test_devices.py", "-k", "go_on"),
     ),
     Mutant(
         "memory that is given back stays pinned", "torch/devices.py",
         "                finalize(memory, runtime.cudaHostUnregister, address).atexit = False\n",
         "                pass\n",
-        ("tests/test_staging.py", "-k", "devices_copies"),
+        ("tests/test_devices.py", "-k", "devices_copies"),
     ),
 )  # fmt: skip

@@ -16,6 +16,8 @@ from tests.soak.copies import COPIES
 from tests.soak.files import FILES
 from tests.soak.halves_mutants import HALVES
 from tests.soak.mutant import Mutant
+from tests.soak.reads import READS
+from tests.soak.remembered import REMEMBERED
 from tests.soak.syncs import SYNCS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +31,9 @@ MUTANTS = (
     *FILES,
     *SYNCS,
     *COPIES,
+    *REMEMBERED,
     *HALVES,
+    *READS,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
@@ -37,8 +41,24 @@ MUTANTS = (
     ),
     Mutant(
         "an object of a store is written without a condition", "store/object_store.py",
-        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
+        "write(name, joined(parts, nbytes), if_equal=_MISSING)", "write(name, joined(parts, nbytes))",
         ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
+    ),
+    Mutant(
+        "a large object of a store is written without a condition", "store/object_store.py",
+        "lambda data: kv.write(name, data, if_equal=_MISSING)", "lambda data: kv.write(name, data)",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "a claim is written without a condition", "store/object_store.py",
+        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "large objects are handed over by many threads, each of which keeps memory", "store/object_store.py",
+        "self._joiner.passed(parts, nbytes, lambda data: kv.write(name, data, if_equal=_MISSING))",
+        "kv.write(name, joined(parts, nbytes), if_equal=_MISSING)",
+        ("tests/stores/test_objects.py", "-k", "handed_over"),
     ),
     Mutant(
         "a server is not asked whether it heeds conditions", "store/lease.py",
@@ -215,11 +235,6 @@ MUTANTS = (
         "a check is remembered though another rank has forgotten it", "torch/megatron/validation.py",
         "if all(known == world for _, known in proposals):", "if checked == world:",
         ("property_tests/test_serialization.py", "-k", "f3"),
-    ),
-    Mutant(
-        "a plan is remembered whatever the ranks and the store can do", "plan/agreement.py",
-        "        fingerprint(basis),", "        fingerprint(attrs.evolve(basis, shared_ok=True, owned_ok=True)),",
-        ("property_tests/test_memory.py",),
     ),
     Mutant(
         "a rank that holds a shard twice writes it twice", "torch/megatron/strategies/fully_parallel.py",

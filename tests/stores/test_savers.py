@@ -29,6 +29,7 @@ from functional_ckpt.errors import (
     StorageError,
 )
 from functional_ckpt.run.comm import LocalGather
+from functional_ckpt.store.joiner import REUSED_NBYTES
 from functional_ckpt.store.lease import Lease, _process
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
@@ -255,7 +256,15 @@ def test_an_object_is_never_replaced(server, url):
     store.create("w/c.0", [memoryview(b"x\0")], 2)  # the same bytes: as when our own request is repeated
     with pytest.raises(AlreadyExistsError):
         store.create("w/c.0", [memoryview(b"y")], 2)
+    with pytest.raises(AlreadyExistsError):
+        store.replace("w/c.0", b"y", None)
     assert store.read("w/c.0") == b"x\0"
+    large = bytes(REUSED_NBYTES)
+    store.create("w/c.1", [memoryview(large)], len(large))
+    store.create("w/c.1", [memoryview(large)[1:]], len(large))
+    with pytest.raises(AlreadyExistsError):
+        store.create("w/c.1", [memoryview(large)[1:], memoryview(b"y")], len(large))
+    assert store.read("w/c.1") == large
 
 
 def test_a_rank_that_saves_to_another_place_is_told(server, url):

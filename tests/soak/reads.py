@@ -1,0 +1,26 @@
+"""Mutants of what a load checks before it reads."""
+
+from tests.soak.mutant import Mutant
+
+READS = (
+    Mutant(
+        "digests that have the right length only together are taken", "plan/manifest.py",
+        "    if {*map(len, texts)} - {2 * DIGEST_NBYTES} or len(found)", "    if len(found)",
+        ("property_tests/test_manifest_fuzz.py", "-k", "each_digest"),
+    ),
+    Mutant(
+        "blanks in a digest count", "plan/manifest.py",
+        " or len(found) != len(texts) * DIGEST_NBYTES:", ":",
+        ("property_tests/test_manifest_fuzz.py", "-k", "each_digest"),
+    ),
+    Mutant(
+        "a root of another tool that looks like ours is cut at a wrong place", "store/reading.py",
+        "        with suppress(ValueError):", "        with suppress():",
+        ("tests/test_bad_checkpoint.py", "-k", "looks_like_two"),
+    ),
+    Mutant(
+        "a tensor without memory is filled", "torch/tensors.py",
+        "    if tensor.is_meta or isinstance(tensor, DTensor):", "    if not isinstance(tensor, torch.Tensor):",
+        ("tests/test_dcp_items.py", "-k", "without_memory"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,26 @@
+"""Mutants of what repeated saves of many small tensors remember and hold open: see `tests.soak.mutants`."""
+
+from tests.soak.mutant import Mutant
+
+REMEMBERED = (
+    Mutant(
+        "a plan is remembered whatever the ranks and the store can do", "plan/agreement.py",
+        "    owned_ok: bool\n", "    owned_ok: bool = attrs.field(eq=False)\n",
+        ("property_tests/test_memory.py",),
+    ),
+    Mutant(
+        "True, 1 and 1.0 are one key of a dict", "spec/tree.py",
+        "    value: object = attrs.field(eq=lambda value: (type(value), str(value)))", "    value: object",
+        ("property_tests/test_memory.py", "-k", "keys_of_dicts"),
+    ),
+    Mutant(
+        "a save that fails leaves its directory open", "run/saving.py",
+        "        failing.callback(store.unpin)", "        pass",
+        ("tests/test_syncs.py", "-k", "fails_the_save"),
+    ),
+    Mutant(
+        "small pieces are written many at a time where each waits for a server", "store/execute.py",
+        "(0 if store.capabilities.concurrency else SMALL_NBYTES)", "SMALL_NBYTES",
+        ("tests/test_small.py",),
+    ),
+)  # fmt: skip

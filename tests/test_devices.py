@@ -1,0 +1,167 @@
+"""Copies from devices, by a stand-in for ``torch.cuda``: a device that does nothing before somebody waits for it."""
+
+import contextlib
+import gc
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from functional_ckpt import async_save, open_checkpoint, release_staging
+from functional_ckpt.store.buffer import WHOLE, HostBuffer
+from functional_ckpt.store.pool import StagingPool
+from functional_ckpt.store.staging import staged
+from functional_ckpt.torch import tensors
+from functional_ckpt.torch.devices import DeviceCopier
+from functional_ckpt.torch.tensors import DeviceBuffer
+from tests.test_staging import CHUNK, FAST, is_mapped
+
+
+class Stream:
+    """A stream of a device that does nothing before somebody waits for it."""
+
+    def __init__(self, device=None):
+        self.todo = []
+
+    def wait_stream(self, other):
+        self.todo.append(other.synchronize)
+
+    def synchronize(self):
+        while self.todo:
+            self.todo.pop(0)()
+
+
+class Api:
+    """What ``torch.cuda`` offers to a copier, for a device whose memory is the host's."""
+
+    def __init__(self, refuses=False):
+        self.main, self.active, self.pinned, self.streams = Stream(), None, {}, []
+        self.refuses = refuses
+
+    def Stream(self, device=None):  # noqa: N802
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    def current_stream(self, device):
+        return self.main
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.active = stream
+        try:
+            yield
+        finally:
+            self.active = None
+
+    def cudart(self):
+        return self
+
+    def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
+        if self.refuses:
+            return 2
+        assert address not in self.pinned
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        assert is_mapped(address)
+        del self.pinned[address]
+        return 0
+
+
+class Far(torch.Tensor):
+    """A tensor of that device: a copy from it goes to the active stream."""
+
+    api = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.Tensor.copy_ and isinstance(args[1], Far):
+                if cls.api.active is None:
+                    return function(*args)
+                cls.api.active.todo.append(lambda: function(*args))
+                return args[0]
+            return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _empty_pool():
+    release_staging()
+
+
+@pytest.fixture
+def device():
+    """Let tensors be on such a device; return what is called for it, and the copier."""
+    api = Far.api = Api()
+    copier = DeviceCopier(torch.device("cpu"), api)
+    far = patch.object(tensors, "_buffer", lambda tensor: DeviceBuffer(tensor.as_subclass(Far)))
+    with far, patch.object(tensors, "copier_of", lambda device: copier):
+        yield api
+
+
+def far_state(value):
+    leaves = {"w": torch.full((4, CHUNK), value, dtype=torch.uint8), "b": torch.full((3, 5), value).t()}
+    return {**leaves, "h": torch.full((7,), value, dtype=torch.bfloat16), "n": np.full(3, value)}
+
+
+def test_a_devices_copies_are_waited_for(device, tmp_path):
+    for step in range(3):
+        state = far_state(step)
+        pending = async_save(state, tmp_path / str(step), policy=FAST)
+        for leaf in state.values():
+            leaf += 50
+        pending.result()
+    for step in range(3):
+        found = open_checkpoint(tmp_path / str(step))
+        assert [np.unique(found[key][...].astype(int)).tolist() for key in "wbhn"] == [[step]] * 4
+    assert len(device.streams) == 1
+    assert list(device.pinned.values()) == [4 * CHUNK + 192]
+    release_staging()
+    assert not device.pinned
+
+
+def test_what_the_device_computes_comes_first(device):
+    tensor = torch.zeros(4)
+    device.main.todo.append(lambda: tensor.fill_(3))
+    [copy] = staged([tensors._buffer(tensor)], [4], StagingPool())
+    assert copy.get((4,), 0, WHOLE).tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_copy_that_fails_does_not_let_others_go_on(where, device):
+    """Else a device would write to memory that somebody else has by then."""
+    pool = StagingPool()
+    broken = HostBuffer(np.zeros(3)) if where == "host" else DeviceBuffer(torch.zeros(3).as_subclass(Far))
+    name = "view" if where == "host" else "copy_to"
+
+    def fail(buffer, *arguments):
+        if buffer is broken:
+            raise KeyboardInterrupt
+        return before(buffer, *arguments)
+
+    before = getattr(type(broken), name)
+    good = tensors._buffer(torch.ones(4))
+    with patch.object(type(broken), name, fail), pytest.raises(KeyboardInterrupt):
+        staged([good, broken], [4, 3], pool)
+    assert not device.streams[0].todo
+    gc.collect()  # an error and the frames that it went through refer to each other
+    assert pool.used_nbytes == 0
+
+
+def test_memory_that_cannot_be_pinned_does_too(tmp_path):
+    api = Far.api = Api(refuses=True)
+    copier = DeviceCopier(torch.device("cpu"), api)
+    far = patch.object(tensors, "_buffer", lambda tensor: DeviceBuffer(tensor.as_subclass(Far)))
+    with far, patch.object(tensors, "copier_of", lambda device: copier):
+        async_save(far_state(3), tmp_path / "a", policy=FAST).result()
+    assert set(np.unique(open_checkpoint(tmp_path / "a")["w"][...])) == {3}
+    assert not api.pinned
+
+
+def test_a_device_without_streams_is_copied_by_the_host(device):
+    with patch.object(tensors, "copier_of", lambda device: None):
+        [copy] = staged([tensors._buffer(torch.arange(4))], [4], StagingPool())
+    assert copy.get((4,), 0, WHOLE).tolist() == [0, 1, 2, 3]
+    assert not device.streams
