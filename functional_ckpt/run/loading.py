@@ -58,7 +58,6 @@ def load_tree(like: Any, path: str | Path, policy: LoadPolicy, gather: Gather, t
     def open_it() -> tuple[str, frozenset[str] | None]:
         check_load(like, path, policy, tracker.report)
         found.append(Opened.at(path, policy.store))
-        # A listing has everything: one rank asks for it.
         return found[0].digest, None if gather.rank else absent_chunks(found[0].store, found[0].manifest.arrays)
 
     try:
@@ -167,9 +166,8 @@ class _Loader:
     @property
     def _reads_once(self) -> bool:
         """Whether ranks read for one another: as the policy says, else where reading is dear."""
-        if self.policy.read_once is None:
-            return self.gather.size > 1 and not self.store.capabilities.sized
-        return self.policy.read_once
+        dear = self.gather.size > 1 and not self.store.capabilities.sized
+        return dear if self.policy.read_once is None else self.policy.read_once
 
     def request(self, plan: LoadPlan) -> _Request:
         """Return what the other ranks must know."""

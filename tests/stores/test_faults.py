@@ -57,9 +57,9 @@ def outcome(server, url):
     return loaded["step"]
 
 
-def requests_of(server, url):
+def requests_of(server, url, layout=_CHUNKED):
     server.proxy.reset()
-    save(state(1), url, policy=server.saving(layout=_CHUNKED))
+    save(state(1), url, policy=server.saving(layout=layout))
     return list(server.proxy.requests)
 
 
@@ -266,7 +266,7 @@ def test_a_fault_of_one_rank_is_told_to_all(server, url):
 _SAVER = """
 import sys, numpy as np
 from functional_ckpt import LayoutPolicy, SavePolicy, StorePolicy, save
-policy = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=2**10, min_chunk_nbytes=2**8),
+policy = SavePolicy(layout=LayoutPolicy(target_chunk_nbytes=2**6, min_chunk_nbytes=2**4),
                     store=StorePolicy(retries=2, retry_delay_s=0.01, lease_s=1, alone=sys.argv[2] == "alone"))
 for _ in sys.stdin:
     pass
@@ -277,10 +277,11 @@ save({"w": np.arange(512, dtype="f4") + 2, "b": np.full(3, 2, "f8"), "step": 2},
 def test_kills_at_each_request_lose_nothing(server, url):
     """The saver is killed when a request of it arrives, before the server sees it and after; the next save works.
 
-    `tox -e stores` tries each: so many kills for each server that they are over 200.
+    `tox -e stores` tries each: about a hundred kills for each server.
     """
-    total = len(requests_of(server, url))
-    kills = [(number, after) for number in range(total) for after in (False, True)][:: 11 if _STEP > 1 else 1]
+    total = len(requests_of(server, url, LayoutPolicy(target_chunk_nbytes=2**6, min_chunk_nbytes=2**4)))
+    kills = [(number, after) for number in range(total) for after in (False, True)][:: 25 if _STEP > 1 else 1]
+    assert total > 45
     for number, after in kills:
         place = f"{url}-{number}-{after}"
         alone = "heeding" if server.heeds_conditions else "alone"
