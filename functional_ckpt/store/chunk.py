@@ -126,7 +126,8 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
     """Return the cells of one chunk, clipped to the array."""
     name = chunk_path(spec.key, index)
     raw = is_raw(layout)
-    _check_memory(spec, layout, index)
+    if not raw or layout.chunk_nbytes > SMALL_CHUNK_NBYTES:
+        _check_memory(spec, layout, index)
     try:
         data = store.read(name, layout.chunk_nbytes if raw else encoded_limit(layout))
     except StorageError as error:

@@ -11,7 +11,7 @@ from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import runs
-from functional_ckpt.store.buffer import Buffer, region_of
+from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.encoding import Array, numpy_dtype
 
 __all__ = ["Wave", "waves_of"]
@@ -44,6 +44,8 @@ class Wave:
     shard: list[int]
     run: list[int]
     size: list[int]
+    #: Whether it is all of its fragment, as small pieces mostly are.
+    is_whole: list[bool]
     #: Corners of regions and fragments, flattened, `width` numbers a row: this takes fewer objects than lists of rows.
     width: int
     start: list[int]
@@ -69,7 +71,10 @@ class Wave:
         array, chunk, shard, run, size = (column.tolist() for column in numbers)
         start, stop, low, high = (corner.ravel().tolist() for corner in corners)
         width = pieces.start.shape[1]
-        return cls(arrays, tuple(here), held, foreign, array, chunk, shard, run, size, width, start, stop, low, high)
+        is_whole = ((pieces.start == pieces.low) & (pieces.stop == pieces.high)).all(axis=1).tolist()
+        return cls(
+            arrays, tuple(here), held, foreign, array, chunk, shard, run, size, is_whole, width, start, stop, low, high
+        )
 
     def place_of(self, row: int) -> tuple[int, int]:
         """Return the numbers of a piece's array and chunk."""
@@ -120,7 +125,11 @@ class Wave:
 
     def _in_fragment(self, row: int) -> tuple[Any, ...]:
         """Return the region of a piece within its fragment."""
-        return region_of(self._of(self.low, row), self._of(self.start, row), self._of(self.stop, row))
+        return (
+            WHOLE
+            if self.is_whole[row]
+            else region_of(self._of(self.low, row), self._of(self.start, row), self._of(self.stop, row))
+        )
 
     def _of(self, corners: list[int], row: int) -> list[int]:
         """Return a corner of a row, without the leading entries that pad arrays with fewer dimensions."""

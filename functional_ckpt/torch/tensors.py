@@ -181,7 +181,8 @@ class TorchLeaves:
                     placements,
                 )
             )
-            rank = dist.get_rank()
+            # Not get_rank(), which checks ten times as long as this takes.
+            rank = dist.get_rank() if dist.group.WORLD is None else dist.group.WORLD.rank()
             sharding, buffers = _placed(spec, leaf, local, rank)
             return HeldArray(spec, buffers, False, identity, sharding, place=rank)
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))

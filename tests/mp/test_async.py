@@ -57,7 +57,8 @@ def save_while_training(path):
     with held_back():
         pending = []
         for step in range(3):
-            pending.append(fc.async_save(state, path / str(step), policy=SOON))
+            # The third copies to what the second has written, while that is still being saved.
+            pending.append(fc.async_save(state, path / str(step), policy=QUEUED if step else SOON))
             train(state)
             # The caller's own collectives run at the same time.
             dist.all_reduce(state["plain"].clone())

@@ -16,6 +16,7 @@ from tests.soak.copies import COPIES
 from tests.soak.files import FILES
 from tests.soak.halves_mutants import HALVES
 from tests.soak.mutant import Mutant
+from tests.soak.reads import READS
 from tests.soak.remembered import REMEMBERED
 from tests.soak.syncs import SYNCS
 
@@ -32,6 +33,7 @@ MUTANTS = (
     *COPIES,
     *REMEMBERED,
     *HALVES,
+    *READS,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
