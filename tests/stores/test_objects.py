@@ -107,7 +107,8 @@ def test_requests_are_chunks_arrays_and_a_constant(server, url):
             counts[what, arrays] = len(server.proxy.requests)
     assert counts["save", 24] - counts["save", 4] == 20 * (4 + 1)
     assert counts["load", 24] - counts["load", 4] == 20 * 4
-    assert counts["save", 4] - 4 * 5 <= 13
+    # Swift knows no condition for writing over an object: each of three renewals is tried, looked up, and written.
+    assert counts["save", 4] - 4 * 5 <= 13 + 6 * (server.name == "swift")
     assert counts["load", 4] - 4 * 4 <= 5
 
 
