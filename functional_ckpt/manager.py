@@ -50,6 +50,7 @@ class Checkpoints:
         when a later step is committed; the latest step and pinned steps are never removed. None keeps all.
     policy, load_policy
         Of the saves and loads. `SavePolicy.in_flight` is ``"wait"`` or ``"refuse"``: one save is in flight at a time.
+        `SavePolicy.store` says how an object store is listed, pinned, swept and removed from, too.
     process_group
         As for `save`.
     on_signal
@@ -107,9 +108,10 @@ class Checkpoints:
                 remedy="Pass another SavePolicy",
             )
         self._signals = StopSignals(on_signal)
+        self._keeper.shelf.access = self.policy.store  # only now: it was checked on all ranks
         if self._keeper.rank == 0:
-            check_root(self.root)
-            sweep_steps(self.root)
+            check_root(self.root, self.policy.store)
+            sweep_steps(self.root, self.policy.store)
             self._keeper.shelf.look()
 
     # ---- Save and load -----------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Checkpoints:
         NotACheckpointError
             If there is no such step.
         """
-        return read_step(self.root, whole_step("info", step))
+        return read_step(self.root, whole_step("info", step), self.policy.store)
 
     def pin(self, step: int) -> None:
         """Keep a step whatever `keep` says, until `unpin`. The pin is stored below `root`.
@@ -300,7 +302,7 @@ class Checkpoints:
     def sweep(self) -> tuple[str, ...]:
         """Remove the leftovers of dead saves and removals below `root`; return their names, on rank 0."""
         found: list[str] = []
-        self._keeper.on_first("sweep", lambda: found.extend(sweep_steps(self.root)))
+        self._keeper.on_first("sweep", lambda: found.extend(sweep_steps(self.root, self.policy.store)))
         return tuple(found)
 
     # ---- Beginning and end -----------------------------------------------------------------------------

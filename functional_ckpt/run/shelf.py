@@ -8,6 +8,7 @@ import attrs
 
 from functional_ckpt.errors import CheckpointError, NotACheckpointError
 from functional_ckpt.plan.retention import Keep, StepInfo, needs_metrics, steps_to_remove
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.steps import find_steps, is_pinned, pin_step, read_step, remove_step, step_path, unpin_step
 
 __all__ = ["Shelf"]
@@ -28,6 +29,7 @@ class Shelf:
 
     def __init__(self, root: str | os.PathLike[str], keep: Keep | None) -> None:
         self.root, self.keep = root, keep
+        self.access = StorePolicy()
         self._infos: dict[int, StepInfo] = {}
         self._being_removed: dict[int, None] = {}
         self._failed: dict[int, None] = {}  # steps that could not be removed
@@ -42,7 +44,11 @@ class Shelf:
     def look(self) -> None:
         """List the steps in storage; read metrics that `keep` needs and that are not known yet."""
         reads = needs_metrics(self.keep)
-        found = {step: pinned for step, pinned in find_steps(self.root).items() if step not in self._being_removed}
+        found = {
+            step: pinned
+            for step, pinned in find_steps(self.root, self.access).items()
+            if step not in self._being_removed
+        }
         infos = {step: (self._known(step, reads), pinned) for step, pinned in found.items()}
         self._infos = {s: i if i.pinned == p else attrs.evolve(i, pinned=p) for s, (i, p) in infos.items()}
 
@@ -51,7 +57,7 @@ class Shelf:
         if known is not None or not reads:
             return known or self._bare(step)
         try:
-            return read_step(self.root, step)
+            return read_step(self.root, step, self.access)
         except CheckpointError as error:
             self._failure(step, error)
             return self._bare(step)
@@ -76,7 +82,7 @@ class Shelf:
         infos = [info for step, info in self._infos.items() if step not in self._failed]
         gone: list[int] = []
         for step in steps_to_remove(infos, self.keep):
-            if is_pinned(self.root, step):  # by another process, since `look`
+            if is_pinned(self.root, step, self.access):  # by another process, since `look`
                 self._infos[step] = attrs.evolve(self._infos[step], pinned=True)
             else:
                 gone.append(step)
@@ -96,7 +102,7 @@ class Shelf:
     def _remove_all(self, steps: Sequence[int]) -> None:
         for step in steps:
             try:
-                remove_step(self.root, step)
+                remove_step(self.root, step, self.access)
             except NotACheckpointError:  # another process was faster
                 pass
             except CheckpointError as error:
@@ -111,13 +117,13 @@ class Shelf:
     def remove(self, step: int) -> None:
         """Remove a step now; raises what `remove_step` does."""
         self.join()
-        remove_step(self.root, step)
+        remove_step(self.root, step, self.access)
         self._infos.pop(step, None)
 
     def pin(self, step: int, pinned: bool) -> None:
         """Pin or unpin a step; one that is just being removed is gone."""
         self.join()
-        (pin_step if pinned else unpin_step)(self.root, step)
+        (pin_step if pinned else unpin_step)(self.root, step, self.access)
         if step in self._infos:
             self._infos[step] = attrs.evolve(self._infos[step], pinned=pinned)
 

@@ -1,7 +1,8 @@
 """The directory of a run's checkpoints: one checkpoint per step, and small files that pin some of them.
 
 A step is a committed checkpoint named ``step-00000010``: its root exists, and its attributes hold the metrics that
-were saved with it. Other files in the directory are neither read nor changed.
+were saved with it. Other files in the directory are neither read nor changed. `access` says how to reach an
+object store.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 from functional_ckpt.errors import AlreadyExistsError, NotACheckpointError, PolicyError, StorageError
 from functional_ckpt.plan.manifest import FORMAT
 from functional_ckpt.plan.retention import STEP, StepInfo, metrics_of
+from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.directories import remove_tree, sync_directory
 from functional_ckpt.store.encoding import MANIFEST, PROVENANCE, ROOT
@@ -67,7 +69,7 @@ def _step_of(name: str) -> int | None:
     return int(match[1]) if match is not None and _name(int(match[1])) == name else None
 
 
-def find_steps(root: str | os.PathLike[str]) -> dict[int, bool]:
+def find_steps(root: str | os.PathLike[str], access: StorePolicy = StorePolicy()) -> dict[int, bool]:
     """Return the committed steps below `root`, ascending, and of each whether it is pinned.
 
     Examples
@@ -79,7 +81,7 @@ def find_steps(root: str | os.PathLike[str]) -> dict[int, bool]:
     >>> find_steps("memory://find-example")
     {10: True, 20: False}
     """
-    store = open_store(root)
+    store = open_store(root, access=access)
     names = set(store.children())
     return {step: _name(step) + PIN in names for step in _named(names) if _is_committed(store, step)}
 
@@ -94,7 +96,7 @@ def _is_committed(store: Store, step: int) -> bool:
     return store.nbytes_of(f"{_name(step)}/{ROOT}") is not None
 
 
-def is_pinned(root: str | os.PathLike[str], step: int) -> bool:
+def is_pinned(root: str | os.PathLike[str], step: int, access: StorePolicy = StorePolicy()) -> bool:
     """Tell whether a step is pinned.
 
     Examples
@@ -102,14 +104,14 @@ def is_pinned(root: str | os.PathLike[str], step: int) -> bool:
     >>> is_pinned("memory://pinned-example", 3)
     False
     """
-    return _is_pinned(open_store(root), _name(step))
+    return _is_pinned(open_store(root, access=access), _name(step))
 
 
 def _is_pinned(store: Store, name: str) -> bool:
     return store.nbytes_of(name + PIN) is not None
 
 
-def read_step(root: str | os.PathLike[str], step: int) -> StepInfo:
+def read_step(root: str | os.PathLike[str], step: int, access: StorePolicy = StorePolicy()) -> StepInfo:
     """Return what is known of a step, from its root and provenance.
 
     Raises
@@ -126,14 +128,14 @@ def read_step(root: str | os.PathLike[str], step: int) -> StepInfo:
     (3, 0, {}, {'git': '1f2e'}, False)
     """
     path = step_path(root, step)
-    store = open_store(path).pinned()
+    store = open_store(path, access=access).pinned()
     try:
         attributes = root_attributes(store, store.read(ROOT))
         time, nbytes = _provenance(store)
     finally:
         store.unpin()
     others = {name: value for name, value in attributes.items() if name not in (FORMAT, STEP)}
-    return StepInfo(step, path, time, nbytes, metrics_of(attributes), others, is_pinned(root, step))
+    return StepInfo(step, path, time, nbytes, metrics_of(attributes), others, is_pinned(root, step, access))
 
 
 def _provenance(store: Store) -> tuple[float | None, int | None]:
@@ -145,7 +147,7 @@ def _provenance(store: Store) -> tuple[float | None, int | None]:
         return None, None
 
 
-def pin_step(root: str | os.PathLike[str], step: int) -> None:
+def pin_step(root: str | os.PathLike[str], step: int, access: StorePolicy = StorePolicy()) -> None:
     """Keep a step from being removed, until it is unpinned.
 
     Raises
@@ -153,23 +155,23 @@ def pin_step(root: str | os.PathLike[str], step: int) -> None:
     NotACheckpointError
         If there is no such step; also if it is being removed.
     """
-    store = open_store(root)
+    store = open_store(root, access=access)
     if not _is_committed(store, step):
-        raise _missing(root, step)
+        raise _missing(root, step, access)
     with suppress(AlreadyExistsError):  # pinned already; the content of the file does not matter
         store.create(_name(step) + PIN, [memoryview(_PIN_TEXT)], len(_PIN_TEXT))
     # Checked again: a process that removes the step looks for a pin only after it has renamed the step.
     if not _is_committed(store, step):
-        unpin_step(root, step)
-        raise _missing(root, step)
+        unpin_step(root, step, access)
+        raise _missing(root, step, access)
 
 
-def unpin_step(root: str | os.PathLike[str], step: int) -> None:
+def unpin_step(root: str | os.PathLike[str], step: int, access: StorePolicy = StorePolicy()) -> None:
     """Let a step be removed again; nothing happens if it is not pinned."""
-    open_store(root).delete([_name(step) + PIN])
+    open_store(root, access=access).delete([_name(step) + PIN])
 
 
-def remove_step(root: str | os.PathLike[str], step: int) -> None:
+def remove_step(root: str | os.PathLike[str], step: int, access: StorePolicy = StorePolicy()) -> None:
     """Remove a step: first rename it away in one step, then remove its files; after a kill `sweep` removes the rest.
 
     Raises
@@ -188,12 +190,12 @@ def remove_step(root: str | os.PathLike[str], step: int) -> None:
     >>> find_steps(root)
     {}
     """
-    if not _is_committed(open_store(root), step):
-        raise _missing(root, step)
-    _remove(root, _name(step))
+    if not _is_committed(open_store(root, access=access), step):
+        raise _missing(root, step, access)
+    _remove(root, _name(step), access)
 
 
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+def remove_checkpoint(path: str | os.PathLike[str], access: StorePolicy = StorePolicy()) -> None:
     """Remove a checkpoint of any name as `remove_step` does.
 
     Raises
@@ -211,19 +213,19 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     >>> remove_checkpoint(path), os.path.exists(path)
     (None, False)
     """
-    check_removable(path)
+    check_removable(path, access)
     root, name = _parent(path)
     if root is None:
-        _remove_objects(open_store(path))
+        _remove_objects(open_store(path, access=access))
     else:
-        _remove(root, name)
+        _remove(root, name, access)
 
 
-def check_removable(path: str | os.PathLike[str]) -> None:
+def check_removable(path: str | os.PathLike[str], access: StorePolicy = StorePolicy()) -> None:
     """Raise what `remove_checkpoint` would, before anything is removed."""
-    store, (root, name), directory = open_store(path), _parent(path), directory_of(path)
+    store, (root, name), directory = open_store(path, access=access), _parent(path), directory_of(path)
     root_attributes(store, store.read(ROOT))
-    if root is not None and _is_pinned(open_store(root), name):
+    if root is not None and _is_pinned(open_store(root, access=access), name):
         raise _pinned(root, name)
     if directory is not None:
         _check_ours(directory)
@@ -236,12 +238,12 @@ def _parent(path: str | os.PathLike[str]) -> tuple[str | None, str]:
     return (None if root.endswith(":/") else root or "/"), name
 
 
-def _remove(root: str | os.PathLike[str], name: str) -> None:
-    store, directory = open_store(root), directory_of(root)
+def _remove(root: str | os.PathLike[str], name: str, access: StorePolicy) -> None:
+    store, directory = open_store(root, access=access), directory_of(root)
     if _is_pinned(store, name):
         raise _pinned(root, name)
     if directory is None or not store.capabilities.rename:
-        _remove_objects(open_store(f"{os.fspath(root).rstrip('/')}/{name}"))
+        _remove_objects(open_store(f"{os.fspath(root).rstrip('/')}/{name}", access=access))
         return
     final = directory / name
     with storage_errors("removing a checkpoint", str(final)):
@@ -279,7 +281,7 @@ def _check_ours(final: Path) -> None:
         )
 
 
-def sweep_steps(root: str | os.PathLike[str]) -> tuple[str, ...]:
+def sweep_steps(root: str | os.PathLike[str], access: StorePolicy = StorePolicy()) -> tuple[str, ...]:
     """Remove leftovers of dead saves and removals below `root`, also in the directories of steps; return their names.
 
     Examples
@@ -288,15 +290,15 @@ def sweep_steps(root: str | os.PathLike[str]) -> tuple[str, ...]:
     >>> sweep_steps(tempfile.mkdtemp())
     ()
     """
-    store = open_store(root)
+    store = open_store(root, access=access)
     unfinished = [step for step in _named(store.children()) if not _is_committed(store, step)]
-    beside = sweep(os.fspath(root)) if store.capabilities.rename else ()
-    return (*beside, *(name for step in unfinished for name in sweep(step_path(root, step))))
+    beside = sweep(os.fspath(root), store=access) if store.capabilities.rename else ()
+    return (*beside, *(name for step in unfinished for name in sweep(step_path(root, step), store=access)))
 
 
-def check_root(root: str | os.PathLike[str]) -> None:
+def check_root(root: str | os.PathLike[str], access: StorePolicy = StorePolicy()) -> None:
     """Raise `PolicyError` if `root` is itself a checkpoint: no steps are looked for in one."""
-    store = open_store(root)
+    store = open_store(root, access=access)
     if store.nbytes_of(ROOT) is not None:
         raise PolicyError(
             "the directory of a run's steps is itself a checkpoint",
@@ -306,8 +308,8 @@ def check_root(root: str | os.PathLike[str]) -> None:
         )
 
 
-def _missing(root: str | os.PathLike[str], step: int) -> NotACheckpointError:
-    there = [*find_steps(root)]
+def _missing(root: str | os.PathLike[str], step: int, access: StorePolicy) -> NotACheckpointError:
+    there = [*find_steps(root, access)]
     found = f"{len(there)} others, from {there[0]} to {there[-1]}" if there else "none"
     return NotACheckpointError("there is no such step", path=step_path(root, step), found=found)
 

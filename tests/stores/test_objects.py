@@ -298,15 +298,23 @@ def test_the_program_of_the_page_runs(server, monkeypatch):
     assert names["state"]["step"] == 100
 
 
-def test_the_steps_of_a_run(server, url):
+def test_the_steps_of_a_run(server, url, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # the policy is what tells the endpoint
     root = url.rpartition("/")[0]
-    with Checkpoints(root, keep=KeepLast(2), policy=server.saving(in_flight="wait")) as checkpoints:
+    policies = {"policy": server.saving(in_flight="wait"), "load_policy": server.loading()}
+    with Checkpoints(root, keep=KeepLast(2), **policies) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state(step), metrics={"loss": 1 / step})
         assert checkpoints.steps() == (2, 3)
         assert checkpoints.best("loss") == 3
-    with Checkpoints(root) as checkpoints:
+        assert checkpoints.info(2).metrics == {"loss": 0.5}
+    with Checkpoints(root, **policies) as checkpoints:
         assert same(checkpoints.resume(state(0)), state(3))
+        checkpoints.pin(2)
+        with pytest.raises(StorageError, match="pinned"):
+            checkpoints.remove(2)
+        checkpoints.unpin(2)
+        assert checkpoints.sweep() == ()
     assert {name.partition("/")[0] for name in names(root, server.access())} == {"step-00000002", "step-00000003"}
 
 
