@@ -27,6 +27,8 @@ __all__ = ["Lease", "LeasedStore", "expired", "is_taken"]
 _PUBLISHING = "publishing"
 #: In a claim that a sweep has taken over.
 _TAKEN = "taken"
+#: So long the requests of a process that is known to have ended are waited for.
+_LATE_S = 2.0
 #: Longer leases of others are not waited for.
 _LONGEST_S = 600.0
 
@@ -178,8 +180,8 @@ def expired(
 
     `there` are the names in the store, if they were listed already.
 
-    This waits as long as the longest lease that is found, unless it is known at once: by a change of the claim, or by
-    the process, if it was one of this machine.
+    This waits as long as the longest lease that is found, unless it is known before: by a change of the claim, or by
+    the process, if it was one of this machine; for requests of it that may still arrive it waits 2 seconds at most.
     """
     listed = store.names() if there is None else there
     names = sorted(name for name in listed if is_claim_name(name) and name != but)
@@ -189,8 +191,7 @@ def expired(
     began = time.monotonic()
     while watched:
         for name, (stamp, content) in list(watched.items()):
-            lease_s = _lease_of(content)
-            if _is_over(content) or time.monotonic() - began > lease_s:
+            if time.monotonic() - began >= _patience_s(content):
                 is_ours = _take_over(store, name, stamp, content)
                 (dead if is_ours or store.stamp(name) is None else live).append(name)
                 del watched[name]
@@ -199,7 +200,7 @@ def expired(
                     live.append(name)
                 del watched[name]
         if watched:
-            time.sleep(min(_lease_of(content) for _, content in watched.values()) / 10)
+            time.sleep(max(0.01, min(_patience_s(content) for _, content in watched.values()) / 10))
     yield dead, live
 
 
@@ -243,6 +244,14 @@ def _seen(store: LeasedStore, name: str) -> tuple[object, dict[str, Any]] | None
 def _lease_of(content: dict[str, Any]) -> float:
     found = content.get("lease_s")
     return min(float(found), _LONGEST_S) if isinstance(found, int | float) and found > 0 else _LONGEST_S
+
+
+def _patience_s(content: dict[str, Any]) -> float:
+    """Return how long to wait for a saver that shows no life."""
+    if not _is_over(content):
+        return _lease_of(content)
+    # A request that it sent before it was killed may still arrive, and be in the way of the next save.
+    return min(_LATE_S, _lease_of(content) / 3) if content.get("nodes") else 0.0
 
 
 def _process() -> dict[str, Any]:

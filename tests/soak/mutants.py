@@ -81,6 +81,11 @@ MUTANTS = (
         ("tests/stores/test_savers.py", "-k", "on_its_way"),
     ),
     Mutant(
+        "a chunk that is on its way is not waited for", "store/lease.py",
+        "min(_LATE_S, _lease_of(content) / 3) if content.get(\"nodes\") else 0.0", "0.0",
+        ("tests/stores/test_savers.py", "-k", "on_its_way"),
+    ),
+    Mutant(
         "claims are deleted with what they name", "store/sweep.py",
         "store.delete([name for name in names if name not in signs])", "store.delete(names)",
         ("tests/stores/test_savers.py", "-k", "half_way"),

@@ -192,6 +192,8 @@ _REFUSALS = {
 @pytest.mark.parametrize("ending", ["", "/w/c.1"])
 def test_a_refusal_is_one_error_with_a_remedy_on_all_ranks(server, url, fault, ending):
     """From the first request on, and from a chunk on: nothing more is answered then."""
+    if (server.name, fault) == ("google", "elsewhere"):
+        pytest.skip("Google has no such answer, and TensorStore ends the process at one")
     begun = []
 
     def refuse(request):

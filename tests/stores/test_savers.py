@@ -210,7 +210,7 @@ def _left_by_a_dead_process(url, server, **more):
     return root
 
 
-def test_a_process_that_has_ended_is_known_at_once(server, url):
+def test_a_process_that_has_ended_is_known(server, url):
     _left_by_a_dead_process(url, server, lease_s=60)
     began = time.monotonic()
     assert f"{url}/manifest.json" in sweep(url, store=server.access())
@@ -226,6 +226,35 @@ def test_a_root_that_was_on_its_way_is_waited_for(server, url):
     assert not [name for name in sweep(url, store=server.access()) if "claim" not in name]
     late.join()
     assert verify(url, store=server.access()).ok
+
+
+def test_a_chunk_that_was_on_its_way_is_waited_for(server, url):
+    """As long as a request may take: otherwise it would be in the way of the next save."""
+    _left_by_a_dead_process(url, server, lease_s=60)
+    store, name = open_store(url, access=server.access()), "w/c.0.0"
+    data = store.read(name)
+    store.delete([name])
+    sending = threading.Event()
+
+    def send():
+        sending.set()
+        store.publish(name, data)
+        sending.clear()
+
+    late = threading.Timer(0.3, send)
+
+    def fault(request):
+        if late.ident is None and request.method != "GET":
+            late.start()
+        is_chunk = request.method != "GET" and request.path.endswith(f"/{name}")
+        return "late:0.8" if is_chunk and not sending.is_set() else None
+
+    server.proxy.reset(fault)
+    save(state(4), url, policy=server.saving())
+    late.join()
+    server.proxy.reset()
+    assert verify(url, store=server.access()).ok
+    assert not [name for name in names(url, server.access()) if "claim" in name]
 
 
 def test_a_sweep_that_fails_half_way_can_be_repeated(server, url):
