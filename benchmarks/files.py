@@ -8,7 +8,7 @@ ranges over all), and the CPU time in which one rank plans. Without any data.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import attrs
@@ -16,23 +16,27 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.figures import Figure
-from benchmarks.files_states import MODELS, RANKS, Model, fsdp, specs, tp_fsdp, zero
+from benchmarks.files_states import (
+    KEPT,
+    MODELS,
+    PLACED,
+    POLICY,
+    RANKS,
+    Model,
+    bound_of,
+    file_count,
+    specs,
+    zero,
+)
 from benchmarks.options import new_parser, tell
 from benchmarks.table import WIDTH, figure_table, new_table
-from functional_ckpt.plan.layout import ArrayPlan, LayoutPolicy
 from functional_ckpt.plan.local import local_array_plans, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save
 from functional_ckpt.spec.sharding import PlacedArray
 
 MIB = 1 << 20
-POLICY = LayoutPolicy()
-#: So many files are never too many: each shard that reaches the minimum is a chunk.
-KEPT = LayoutPolicy(few_files=2**62)
-#: Manifest, provenance and root.
-OTHER_FILES = 3
 #: Ranks whose plans are made, for the mean of what a rank sends: one of each stretch of ranks, since some hold nothing.
 _SAMPLES = 16
-PLACED: dict[str, Callable[[Model, int], list[PlacedArray]]] = {"FSDP2": fsdp, "TP8 x FSDP2": tp_fsdp}
 FLAT = "ZeRO, flat"
 
 
@@ -68,17 +72,6 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(_table(points))
     console.print(figure_table("figures", FIGURES, points))
     print(*_markdown(points, ranks), sep="\n")
-
-
-def file_count(arrays: Sequence[ArrayPlan]) -> int:
-    """Files of a checkpoint: chunks, one of metadata for each array, and those of the checkpoint."""
-    return sum(1 + array.grid.size for array in arrays) + OTHER_FILES
-
-
-def bound_of(model: Model) -> int:
-    """The most files that the checkpoint of a model may have."""
-    arrays = [spec for spec, _ in specs(model)]
-    return 2 * sum(spec.nbytes for spec in arrays) // POLICY.target_chunk_nbytes + 2 * len(arrays)
 
 
 def _points(models: Sequence[Model], worlds: Sequence[int]) -> Iterator[Point]:

@@ -1,11 +1,12 @@
 """States of training without any data: models in bfloat16 and three copies in float32, as many ranks hold them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import attrs
 import numpy as np
 
+from functional_ckpt.plan.layout import ArrayPlan, LayoutPolicy
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
@@ -136,3 +137,22 @@ def _flat(numbers: np.ndarray, sizes: np.ndarray, ranks: int) -> tuple[np.ndarra
     place = np.searchsorted(ends, start, "right")
     begin = (ends - sizes[numbers])[place]
     return numbers[place], start // share, start - begin, stop - begin
+
+
+POLICY = LayoutPolicy()
+#: So many files are never too many: each shard that reaches the minimum is a chunk.
+KEPT = LayoutPolicy(few_files=2**62)
+#: Manifest, provenance and root.
+OTHER_FILES = 3
+PLACED: dict[str, Callable[[Model, int], list[PlacedArray]]] = {"FSDP2": fsdp, "TP8 x FSDP2": tp_fsdp}
+
+
+def file_count(arrays: Sequence[ArrayPlan]) -> int:
+    """Files of a checkpoint: chunks, one of metadata for each array, and those of the checkpoint."""
+    return sum(1 + array.grid.size for array in arrays) + OTHER_FILES
+
+
+def bound_of(model: Model) -> int:
+    """The most files that the checkpoint of a model may have."""
+    arrays = [spec for spec, _ in specs(model)]
+    return 2 * sum(spec.nbytes for spec in arrays) // POLICY.target_chunk_nbytes + 2 * len(arrays)

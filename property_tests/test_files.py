@@ -7,7 +7,7 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from benchmarks import files as table
+from benchmarks import files_states as table
 from benchmarks.files_states import MODELS, RANKS, zero
 from functional_ckpt.plan.ladder import array_plans, layout_of_faces
 from functional_ckpt.plan.layout import ArrayPlan, LayoutPolicy
