@@ -11,7 +11,7 @@ import pytest
 
 from functional_ckpt import LayoutPolicy, SavePolicy, errors, load, save, sweep, verify
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, CorruptionError, RankFailedError, StorageError
-from functional_ckpt.plan.layout import Layout
+from functional_ckpt.plan.layout import ArrayPlan, Layout
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.store import file_claim
@@ -191,7 +191,7 @@ def test_a_chunk_is_never_replaced(codecs, tmp_path, tree_bytes):
     before = tree_bytes(tmp_path)
     entry = manifest.arrays[0]
     with pytest.raises(AlreadyExistsError):
-        write_chunk(open_store(tmp_path / "a"), entry.spec, entry.layout, entry.spec.box, np.full(5, 1))
+        write_chunk(open_store(tmp_path / "a"), ArrayPlan(entry.spec, entry.layout), (0,), np.full(5, 1))
     assert tree_bytes(tmp_path) == before
 
 
