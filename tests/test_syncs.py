@@ -83,6 +83,30 @@ def test_a_file_system_that_is_synced_once_begins_early_too(tmp_path):
     assert len(calls.at("syncfs")) == 1
 
 
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+def test_a_file_system_is_synced_through_a_handle_from_before_the_first_write(tmp_path, commit):
+    """Through such a handle the system tells of an error even if it has told another program, and only then."""
+    opened, written, synced = {}, [], []
+
+    def handle(call):
+        found = call.do()
+        if call.name == "open":
+            opened[found] = len(written)
+        elif call.name == "write" and "c.0" in call.paths[0]:
+            written.append(call.paths[0])
+        elif call.name == "syncfs":
+            synced.append(opened[call.arguments[1]])
+        elif call.name == "close":
+            opened.pop(call.arguments[0], None)
+        return found
+
+    policy = SavePolicy(durability="syncfs", commit=commit)
+    with watched(tmp_path, handle):
+        save({"w": LARGE}, tmp_path / "a", policy=policy)
+    assert written
+    assert synced == [0]
+
+
 def test_without_durability_nothing_begins(tmp_path):
     calls = saved(tmp_path, {"w": LARGE}, SavePolicy(durability="none", layout=FSYNC.layout))
     assert calls.at("sync_file_range") + calls.at("fsync") + calls.at("syncfs") == []

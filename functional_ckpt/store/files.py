@@ -329,7 +329,11 @@ class FileStore:
             return
         with storage_errors("syncing", self.url):
             if self.sync == "syncfs":
-                sync_file_system(self.root)
+                if self._at is None:
+                    raise StorageError(
+                        "a store that syncs a file system must be pinned before it writes", path=self.url
+                    )
+                sync_file_system(self._at.file)  # which was opened before anything was written
                 return
             # The root last; directories synced before are not synced again.
             for directory in sorted((d for d, is_new in self._directories.items() if is_new), reverse=True):
