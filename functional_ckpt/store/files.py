@@ -279,6 +279,10 @@ class FileStore:
         """Return this store for reading together with other processes of this machine, `count` in all."""
         return attrs.evolve(self, readers=count)
 
+    def reading(self, count: int) -> "FileStore":
+        """Return the store itself, which reads one file like many."""
+        return self
+
     def unpin(self) -> None:
         """Close the directory."""
         if self._at is not None:

@@ -3,16 +3,20 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain
+from itertools import chain, islice
 from threading import Condition, Thread
 
 import attrs
 
-__all__ = ["SMALL_NBYTES", "Work", "at_once", "run_all", "thread_count"]
+__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "most_at_once", "run_all", "thread_count"]
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
+
+
+#: So many times the bytes of a request are in memory while it is on its way.
+COPIES = 3
 
 
 @attrs.frozen(eq=False)
@@ -82,7 +86,7 @@ def run_all(
                 if failures:
                     return
                 piece = pieces[i]
-                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
+                with budget.holding(COPIES * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
                     results[i] = piece.call()
                 if on_bytes is not None:
                     on_bytes(piece.nbytes)
@@ -95,6 +99,18 @@ def run_all(
     if failures:
         raise failures[0]
     return results
+
+
+def most_at_once(held_nbytes: Iterable[int], budget_nbytes: int, concurrency: int) -> int:
+    """Return how many pieces of work `run_all` runs at a time if each waits for a server and holds so much: 1 at least.
+
+    Examples
+    --------
+    >>> most_at_once([10] * 5, 100, 32), most_at_once([10] * 5, 60, 32), most_at_once([10] * 5, 100, 4)
+    (5, 3, 4)
+    """
+    found = [*islice(held_nbytes, concurrency)]
+    return max(1, min(len(found), budget_nbytes // (COPIES * max(found, default=0) or 1)))
 
 
 def at_once(calls: Sequence[Callable[[], object]], concurrency: int) -> list[object]:
