@@ -309,17 +309,12 @@ def _reading(
                 yield Work(piece.box.size * entry.spec.itemsize, partial(run, read, (piece,)), held)
             continue
         if small and nbytes + wanted >= SMALL_NBYTES:
-            yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
+            yield Work(nbytes, partial(list, map(run, small)), nbytes)
             small, nbytes = [], 0
         small.append(read)
         nbytes += wanted
     if small:
-        yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
-
-
-def _run_each(run: Callable[..., None], reads: Iterable[ArrayRead]) -> None:
-    for read in reads:
-        run(read)
+        yield Work(nbytes, partial(list, map(run, small)), nbytes)
 
 
 def _read_array(
