@@ -16,7 +16,7 @@ SMALL_NBYTES = 256 * 2**10
 
 
 #: So many times the bytes of a request are in memory while it is on its way.
-COPIES = 3
+COPIES = 2
 
 
 @attrs.frozen(eq=False)
@@ -66,7 +66,7 @@ def run_all(
     Large tasks run on threads, one at a time each; there are only so many threads that the largest task on each fits
     into `budget_nbytes`. This thread runs the small tasks and then helps. If each task waits for a server,
     `concurrency` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
-    three times, since requests are copied on their way.
+    twice, since requests are copied on their way.
 
     Examples
     --------

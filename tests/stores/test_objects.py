@@ -216,7 +216,7 @@ def test_requests_that_need_nothing_of_one_another_go_together(server, url, coun
 
 
 def test_chunks_in_flight_keep_to_the_budget(server, url):
-    """No queue grows: no more chunks are on their way than the budget holds three times."""
+    """No queue grows: no more chunks are on their way than the budget holds twice."""
     server.proxy.latency_s = 0.02
     state = {"w": np.zeros((16, 2**14), "f4")}
     layout = LayoutPolicy(target_chunk_nbytes=2**16, min_chunk_nbytes=2**16)
