@@ -249,9 +249,8 @@ def read_plan(
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
     concurrency = store.capabilities.concurrency
-    if concurrency:
-        held = (decoding_nbytes(entry.layout) for entry, _ in _chunks(plan, entries))
-        store = store.reading(most_at_once(held, budget_nbytes, concurrency))
+    held = (decoding_nbytes(entry.layout) for entry, _ in _chunks(plan, entries))
+    store = store.reading(most_at_once(held, budget_nbytes, concurrency))
     work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
     if on_start is not None:
         on_start(sum(piece.nbytes for piece in work))

@@ -266,6 +266,10 @@ def test_a_chunk_is_as_many_requests_as_keep_the_server_busy(server, url, monkey
     assert np.array_equal(loaded["w"], state["w"])
     found = sum("/w/c." in request.target for request in server.proxy.requests)
     assert server.name == "rclone" or found == count * each  # it answers a range as if it were all of the object
+    server.proxy.reset()
+    assert verify(url, store=server.access()).ok
+    found = sum("/w/c." in request.target for request in server.proxy.requests)
+    assert server.name == "rclone" or found == count + min(count * 4, 16)  # each is looked at first
 
 
 def test_a_large_chunk_is_read_by_ranges_in_parallel(server, url):
