@@ -50,7 +50,7 @@ from functional_ckpt.store.encoding import (
 )
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
 from functional_ckpt.store.part import blocks_of, ranges_of, read_part
-from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
+from functional_ckpt.store.work import SMALL_NBYTES, Work, most_at_once, run_all
 
 __all__ = ["Receipt", "check_needed", "content_digest", "digest_shared", "read_plan", "write_plan"]
 
@@ -219,12 +219,14 @@ def check_needed(
     plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store, absent: Collection[str] | None = None
 ) -> list[StorageError]:
     """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
-    needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
-    for read in plan.reads:
-        entry = entries[read.key]
-        for index in entry.grid.touched(read.box):
-            needed[entry.spec.key, index] = entry
+    needed = {(entry.spec.key, index): entry for entry, index in _chunks(plan, entries)}
     return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items()), absent))
+
+
+def _chunks(plan: LoadPlan, entries: Mapping[str, ArrayEntry]) -> Iterator[tuple[ArrayEntry, tuple[int, ...]]]:
+    """Yield the chunks of each read."""
+    for read in plan.reads:
+        yield from ((entries[read.key], index) for index in entries[read.key].grid.touched(read.box))
 
 
 def read_plan(
@@ -247,6 +249,8 @@ def read_plan(
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
     concurrency = store.capabilities.concurrency
+    held = (decoding_nbytes(entry.layout) for entry, _ in _chunks(plan, entries))
+    store = store.reading(most_at_once(held, budget_nbytes, concurrency))
     work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
     if on_start is not None:
         on_start(sum(piece.nbytes for piece in work))
@@ -304,17 +308,12 @@ def _reading(
                 yield Work(piece.box.size * entry.spec.itemsize, partial(run, read, (piece,)), held)
             continue
         if small and nbytes + wanted >= SMALL_NBYTES:
-            yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
+            yield Work(nbytes, partial(list, map(run, small)), nbytes)
             small, nbytes = [], 0
         small.append(read)
         nbytes += wanted
     if small:
-        yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
-
-
-def _run_each(run: Callable[..., None], reads: Iterable[ArrayRead]) -> None:
-    for read in reads:
-        run(read)
+        yield Work(nbytes, partial(list, map(run, small)), nbytes)
 
 
 def _read_array(

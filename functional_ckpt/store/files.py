@@ -288,6 +288,10 @@ class FileStore:
         """Return this store for reading together with other processes of this machine, `count` in all."""
         return attrs.evolve(self, readers=count)
 
+    def reading(self, count: int) -> "FileStore":
+        """Return the store itself, which reads one file like many."""
+        return self
+
     def unpin(self) -> None:
         """Close the directory."""
         if self._at is not None:
@@ -297,22 +301,18 @@ class FileStore:
         """Tell whether the path still leads to the directory that is kept open."""
         if self._at is None:
             return True
-        with storage_errors("looking at", self.url):
-            try:
-                # While it is open, no other directory gets its inode number.
-                return os.path.samestat(os.stat(self.root), os.fstat(self._at.file))
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        with storage_errors("looking at", self.url), suppress(FileNotFoundError, NotADirectoryError):
+            # While it is open, no other directory gets its inode number.
+            return os.path.samestat(os.stat(self.root), os.fstat(self._at.file))
+        return False
 
     def stamp(self, name: str) -> object:
         """Return inode number, size and time of a file; a stamp of a file written just now equals no other stamp."""
-        with storage_errors("looking at", name):
-            try:
-                found = self._stat(name)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        young = time.time_ns() - found.st_mtime_ns < _SETTLED_NS
-        return object() if young else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        with storage_errors("looking at", name), suppress(FileNotFoundError, NotADirectoryError):
+            found = self._stat(name)
+            young = time.time_ns() - found.st_mtime_ns < _SETTLED_NS
+            return object() if young else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return None
 
     def _open(self, name: str, flags: int = _READ) -> int:
         if self._at is None:

@@ -24,11 +24,13 @@ from functional_ckpt.errors import CheckpointError, CorruptionError, NotACheckpo
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.store import object_store
 from functional_ckpt.store.base import UNSIZED
 from functional_ckpt.store.joiner import REUSED_NBYTES
 from functional_ckpt.store.object_store import ObjectStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
+from functional_ckpt.store.work import COPIES
 from functional_ckpt.testing.simulate import run_ranks
 from tests.pages import shown
 
@@ -214,11 +216,11 @@ def test_requests_that_need_nothing_of_one_another_go_together(server, url, coun
 
 
 def test_chunks_in_flight_keep_to_the_budget(server, url):
-    """No queue grows: no more chunks are on their way than the budget holds three times."""
+    """No queue grows: no more chunks are on their way than the budget holds twice."""
     server.proxy.latency_s = 0.02
     state = {"w": np.zeros((16, 2**14), "f4")}
     layout = LayoutPolicy(target_chunk_nbytes=2**16, min_chunk_nbytes=2**16)
-    budget_nbytes = 4 * 3 * 2**16
+    budget_nbytes = 4 * COPIES * 2**16
     save(state, url, policy=server.saving(layout=layout, budget_nbytes=budget_nbytes))
     assert 1 < server.proxy.most_in_flight <= 4 + 2  # and metadata, and the renewal of the claim
     server.proxy.reset()
@@ -249,6 +251,25 @@ def test_large_objects_are_handed_over_by_one_thread(server, url, monkeypatch):
     assert len({*threads}) == 1
     loaded = load({key: np.zeros_like(value) for key, value in state.items()}, url, policy=server.loading())
     assert all(np.array_equal(loaded[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize(("count", "budget", "each"), [(1, 2**30, 4), (8, 2**30, 2), (16, 2**30, 1), (16, 2**19, 4)])
+def test_a_chunk_is_as_many_requests_as_keep_the_server_busy(server, url, monkeypatch, count, budget, each):
+    """One if many chunks are read at a time; several if there are few, or the budget holds few."""
+    for name, nbytes in (("_BLOCK", 2**14), ("_PART", 2**15), ("_LARGEST", 2**17)):
+        monkeypatch.setattr(object_store, f"{name}_NBYTES", nbytes)
+    layout = LayoutPolicy(target_chunk_nbytes=2**17, min_chunk_nbytes=2**17)
+    state = {"w": np.arange(count * 2**15, dtype="f4").reshape(count, 2**15)}
+    save(state, url, policy=server.saving(layout=layout))
+    server.proxy.reset()
+    loaded = load({"w": np.zeros_like(state["w"])}, url, policy=server.loading(budget_nbytes=budget))
+    assert np.array_equal(loaded["w"], state["w"])
+    found = sum("/w/c." in request.target for request in server.proxy.requests)
+    assert server.name == "rclone" or found == count * each  # it answers a range as if it were all of the object
+    server.proxy.reset()
+    assert verify(url, store=server.access()).ok
+    found = sum("/w/c." in request.target for request in server.proxy.requests)
+    assert server.name == "rclone" or found == count + min(count * 4, 16)  # each is looked at first
 
 
 def test_a_large_chunk_is_read_by_ranges_in_parallel(server, url):
