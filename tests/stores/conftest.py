@@ -26,14 +26,14 @@ class Server:
         return self.name not in HEEDLESS
 
     def access(self, **more):
-        options = {"retries": 2, "retry_delay_s": 0.01, "timeout_s": 20, "lease_s": 0.5, "endpoint": self.proxy.url}
+        options = {"retries": 2, "retry_delay_s": 0.01, "timeout_s": 120, "lease_s": 0.5, "endpoint": self.proxy.url}
         return StorePolicy(**{**options, "alone": not self.heeds_conditions, **more})
 
     def saving(self, **more):
-        return SavePolicy(store=self.access(), timeout_s=60, **more)
+        return SavePolicy(store=self.access(), timeout_s=300, **more)
 
     def loading(self, **more):
-        return LoadPolicy(store=self.access(), timeout_s=60, **more)
+        return LoadPolicy(store=self.access(), timeout_s=300, **more)
 
 
 @pytest.fixture(scope="session", params=_NAMES)

@@ -202,7 +202,7 @@ def four_ranks(server, place):
         leaf = LocalShards(ShardSpec(spec, box), np.arange(gather.rank * 16, gather.rank * 16 + 16, dtype="f4"))
         return save({"w": leaf}, place, policy=server.saving(layout=layout), process_group=gather)
 
-    return try_ranks(4, run)
+    return try_ranks(4, run, timeout_s=300)
 
 
 # What each of them says to do, as far as a HEAD request, which has no body, lets it be known.
