@@ -362,3 +362,27 @@ def test_a_rank_that_saves_to_another_place_is_told(server, url):
 
     assert {type(found).__name__ for found in try_ranks(2, run)} == {"PathNotSharedError"}
     assert names(url, server.access()) == []
+
+
+# Writing over an object on a condition
+
+
+def test_a_server_that_knows_no_such_condition_is_asked_for_it_once(server, url):
+    if server.name == "google":
+        pytest.skip("by Google's API there is one condition for everything")
+    server.proxy.reset(lambda request: "501" if request.replaces else None)
+    for number in (1, 2):
+        save(state(number), f"{url}-{number}", policy=server.saving())
+        assert same(load(state(0), f"{url}-{number}"), state(number))
+    assert sum(request.replaces for request in server.proxy.requests) == 1
+
+
+@pytest.mark.parametrize("fault", ["403", "500"])
+def test_no_other_error_means_that_a_condition_is_not_known(server, url, fault):
+    """Whatever its text says: without the condition this would write over what another has written."""
+    store = open_store(url, access=server.access(retries=0))
+    stamp = store.replace("x", b"1", None)
+    server.proxy.reset(lambda request: fault if request.conditional else None)
+    with pytest.raises(StorageError, match="writing failed"):
+        store.replace("x", b"2", stamp)
+    assert store.read("x") == b"1"
