@@ -112,7 +112,6 @@ class FileStore:
             directory = name.rpartition("/")[0]
             if not self._directories.get(directory):
                 self._make(directory)
-                self._directories[directory] = True
             file = self._new(name)
             try:
                 _fill(file, parts, nbytes, each)
@@ -148,12 +147,15 @@ class FileStore:
     def _make(self, directory: str) -> None:
         # Never the root itself: a late rank must not create the directory of an abandoned save again.
         if directory:
-            with suppress(FileExistsError):
+            try:  # not `suppress`, which costs a fifth of what the system does here
                 if self._at is None:
                     os.mkdir(self._prefix + directory)
                 else:
                     os.mkdir(directory, dir_fd=self._at.file)
+            except FileExistsError:
+                pass
             self._directories[""] = True
+        self._directories[directory] = True
 
     def check_guard(self) -> None:
         """Raise `StorageError` if the save that writes here was abandoned, so that a late rank stops writing."""

@@ -23,4 +23,9 @@ REMEMBERED = (
         "(0 if store.capabilities.concurrency else SMALL_NBYTES)", "SMALL_NBYTES",
         ("tests/test_small.py",),
     ),
+    Mutant(
+        "who writes what is remembered whatever the ranks hold", "torch/megatron/strategies/fully_parallel.py",
+        " or any(known != world for _, known in proposals)", "",
+        ("tests/test_fully_parallel.py", "-k", "same_shards"),
+    ),
 )  # fmt: skip

@@ -121,22 +121,22 @@ def _listings(server):
 
 def test_one_listing_of_a_load_and_each_chunk_read_once(server, url):
     """By one rank for all, however many ranks want parts of a chunk, unless the policy says otherwise."""
-    rows = ArraySpec("w", (64, 8), "float32")
-    whole = np.arange(512, dtype="f4").reshape(64, 8)
-    layout = LayoutPolicy(target_chunk_nbytes=2**9, min_chunk_nbytes=2**8)
+    rows = ArraySpec("w", (64, 512), "float32")
+    whole = np.arange(2**15, dtype="f4").reshape(64, 512)
+    layout = LayoutPolicy(target_chunk_nbytes=2**15, min_chunk_nbytes=2**14)
     save({"w": whole, "long": "x" * 70_000, "longer": "y" * 80_000}, url, policy=server.saving(layout=layout))
     chunks = [name for name in names(url, server.access()) if "/c." in name]
     assert len([name for name in chunks if name.startswith("w/")]) == 4
 
     def columns(gather, **more):
-        box = Box((0, gather.rank * 2), (64, gather.rank * 2 + 2))
-        like = {"w": LocalShards(ShardSpec(rows, box), np.zeros((64, 2), "f4")), "long": "", "longer": ""}
+        box = Box((0, gather.rank * 128), (64, gather.rank * 128 + 128))
+        like = {"w": LocalShards(ShardSpec(rows, box), np.zeros((64, 128), "f4")), "long": "", "longer": ""}
         found = load(like, url, policy=server.loading(**more), process_group=gather)
-        return np.array_equal(found["w"].data[0], whole[:, gather.rank * 2 : gather.rank * 2 + 2])
+        return np.array_equal(found["w"].data[0], whole[box.slices])
 
-    for more, reads in (({}, 4), ({"read_once": False}, 16), ({"budget_nbytes": 600}, 16)):
+    for more, reads in (({}, 4), ({"read_once": False}, 16), ({"budget_nbytes": 40_000}, 16)):
         server.proxy.reset()
-        assert run_ranks(4, lambda gather, more=more: columns(gather, **more)) == [True] * 4
+        assert run_ranks(4, lambda gather, more=more: columns(gather, **more), timeout_s=300) == [True] * 4
         assert _listings(server) == 1
         assert sum("/w/c." in request.target for request in server.proxy.requests) == reads
     server.proxy.reset()
@@ -200,6 +200,8 @@ def _ends_with(method, *names):
 )
 def test_requests_that_need_nothing_of_one_another_go_together(server, url, count, is_one):
     """None of these is answered before all of them have come."""
+    if is_one is _is_listing_or_second_claim and not server.heeds_conditions:
+        pytest.skip("who is alone does not try a second time")
     barrier, came, met = threading.Barrier(count), [], []
 
     def meet(request):
