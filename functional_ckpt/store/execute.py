@@ -112,10 +112,8 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
-    return Receipt(
-        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
-    )
+    found = cast("list[Digest]", run_all(work, budget_nbytes, None, store.capabilities.concurrency))
+    return Receipt(tuple(array.spec.key for array in plan.arrays), _chunk_rows(found), 0, Traffic())
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -359,8 +357,7 @@ def _read_checked(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -
     values = read_chunk(store, entry.spec, entry.layout, piece.index)
     if verify != "none":
         check_digest(entry, piece.position, digest(values))
-    start = tuple(map(mul, piece.index, entry.layout.chunk))
-    cells: Array = values[region_of(start, piece.box.start, piece.box.stop)]
+    cells: Array = values[region_of(tuple(map(mul, piece.index, entry.layout.chunk)), piece.box.start, piece.box.stop)]
     return cells
 
 
@@ -385,12 +382,9 @@ def _read_part(
 
 def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:
     """Read a whole plain chunk into its place, and return its digest if `verify`."""
-    if not verify:
+    if not verify or len(into) <= BLOCK_NBYTES:
         store.read_into(name, into)
-        return None
-    if len(into) <= BLOCK_NBYTES:
-        store.read_into(name, into)
-        return digest_bytes(into)
+        return digest_bytes(into) if verify else None
     hasher = xxhash.xxh3_128()
     store.read_into(name, into, hasher.update)
     return hasher.digest()

@@ -166,8 +166,7 @@ class FileStore:
                 os.lstat(self._prefix + self.guard)
             except FileNotFoundError:
                 what = "the save was abandoned or swept while this rank was writing"
-                expected = f"the claim {self.guard}"
-                remedy = "Save again under a new path"
+                expected, remedy = f"the claim {self.guard}", "Save again under a new path"
                 raise StorageError(what, path=self.url, expected=expected, found="none", remedy=remedy) from None
 
     def publish(self, name: str, data: bytes) -> None:
