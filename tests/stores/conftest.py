@@ -15,7 +15,7 @@ _NUMBERS = itertools.count()
 # Faults are tried at every so many requests: at each in `tox -e stores`.
 STEP = int(os.environ.get("FUNCTIONAL_CKPT_STEP", "9"))
 #: One that takes ten times as long for each request as the others, and has no conditions that the others have not.
-_SLOW = {"swift": 5}
+_SLOW = {"swift": 9}
 
 
 @attrs.frozen
