@@ -8,7 +8,7 @@ through TensorStore. An array of one chunk skips the grid: a small tensor costs 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -50,11 +50,14 @@ from functional_ckpt.store.encoding import (
 )
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
 from functional_ckpt.store.part import blocks_of, ranges_of, read_part
-from functional_ckpt.store.work import SMALL_NBYTES, Work, run_all
+from functional_ckpt.store.work import SMALL_NBYTES, Work, most_at_once, run_all
 
 __all__ = ["Receipt", "check_needed", "content_digest", "digest_shared", "read_plan", "write_plan"]
 
 OnBytes = Callable[[int], None]
+
+#: Of a row of the plan's pieces: its number, array, shard and run, and its bytes.
+_Row: TypeAlias = tuple[int, int, int, int, int]
 
 #: Most fragments that are written as one task.
 _BATCH = 64
@@ -109,10 +112,8 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
-    return Receipt(
-        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
-    )
+    found = cast("list[Digest]", run_all(work, budget_nbytes, None, store.capabilities.concurrency))
+    return Receipt(tuple(array.spec.key for array in plan.arrays), _chunk_rows(found), 0, Traffic())
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -125,50 +126,54 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
     Small fragments are written many at a time, with the metadata of their arrays; large ones chunk by chunk.
     """
-    rows = np.flatnonzero(plan.pieces.chunk < 0)
-    headers = np.setdiff1d(plan.header_rows.array, plan.pieces.array[plan.pieces.chunk >= 0])
-    arrays, first = np.unique(plan.pieces.array[rows], return_index=True)
-    begins = rows[first[np.isin(arrays, headers)]]
+    pieces = plan.pieces
+    rows = np.flatnonzero(pieces.chunk < 0)
+    has_header = np.zeros(len(plan.arrays), bool)
+    has_header[plan.header_rows.array] = True
+    has_header[pieces.array[pieces.chunk >= 0]] = False
+    first = np.full(len(plan.arrays), -1)
+    first[pieces.array[rows[::-1]]] = rows[::-1]  # of several rows of an array the last one assigned stays
     # Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
-    is_small = (plan.nbytes < (0 if store.capabilities.concurrency else SMALL_NBYTES))[rows]
-    small, large = rows[is_small], rows[~is_small]
-    apart = np.concatenate([np.setdiff1d(headers, arrays), plan.pieces.array[np.intersect1d(begins, large)]])
+    is_small = plan.nbytes < (0 if store.capabilities.concurrency else SMALL_NBYTES)
+    with_first = has_header & np.append(is_small, False)[first]
+    apart = np.flatnonzero(has_header & ~with_first)
     work = [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in apart.tolist()]
-    write = partial(_write_small, plan, frozenset(begins.tolist()), buffers, store)
-    work += [Work(nbytes, partial(write, batch), nbytes) for batch, nbytes in _batches(small, plan.nbytes)]
-    for row in large.tolist():
+    write = partial(_write_small, plan, frozenset(first[with_first].tolist()), buffers, store)
+    work += [Work(nbytes, partial(write, batch), nbytes) for batch, nbytes in _batches(plan, rows[is_small[rows]])]
+    for row in rows[~is_small[rows]].tolist():
         work += _writers(plan, row, buffers, store)
     return work
 
 
-def _batches(rows: Ints, nbytes: Ints) -> Iterator[tuple[list[int], int]]:
-    """Yield small rows, as many at a time as are small together, with their bytes."""
-    batch: list[int] = []
+def _batches(plan: SavePlan, rows: Ints) -> Iterator[tuple[list[_Row], int]]:
+    """Yield small rows of the plan, as many at a time as are small together, with their bytes."""
+    batch: list[_Row] = []
     total = 0
-    for row, each in zip(rows.tolist(), nbytes[rows].tolist(), strict=True):
-        if total + each >= SMALL_NBYTES or len(batch) == _BATCH:
+    columns = (rows, *(column[rows] for column in (plan.pieces.array, plan.pieces.shard, plan.pieces.run, plan.nbytes)))
+    for row in zip(*(column.tolist() for column in columns), strict=True):
+        nbytes = row[-1]
+        if total + nbytes >= SMALL_NBYTES or len(batch) == _BATCH:
             yield batch, total
             batch, total = [], 0
         batch.append(row)
-        total += each
+        total += nbytes
     if batch:
         yield batch, total
 
 
 def _write_small(
-    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[int]
+    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[_Row]
 ) -> list[Digest]:
     """Write fragments of the plan, by their rows; those that are in `begins` with the metadata of their arrays."""
     found: list[Digest] = []
-    pieces = plan.pieces.take(rows)
-    columns = (pieces.array, pieces.shard, pieces.run, plan.nbytes[rows])
-    for row, number, shard, run, nbytes in zip(rows, *(column.tolist() for column in columns), strict=True):
+    for row, number, shard, run, nbytes in rows:
         array, buffer = plan.arrays[number], buffers[shard]
         if row in begins:
             write_header(array, store)
-        if array.grid.is_single and nbytes == array.spec.nbytes:  # most of them, and worth a shortcut
-            values = buffer.get(array.spec.shape, run, WHOLE)
-            found.append((number, 0, write_chunk(store, array, array.grid.index(0), values)))
+        grid = array.grid
+        if grid.is_single and nbytes == array.layout.chunk_nbytes:  # most of them, and worth a shortcut
+            values = buffer.get(grid.shape, run, WHOLE)
+            found.append((number, 0, write_chunk(store, array, grid.index(0), values)))
         else:
             source = plan.fragment(row)
             found += _write_pieces(number, array, source, buffer, store, _pieces(array.grid, source.box))
@@ -219,12 +224,14 @@ def check_needed(
     plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store, absent: Collection[str] | None = None
 ) -> list[StorageError]:
     """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
-    needed: dict[tuple[str, tuple[int, ...]], ArrayEntry] = {}
-    for read in plan.reads:
-        entry = entries[read.key]
-        for index in entry.grid.touched(read.box):
-            needed[entry.spec.key, index] = entry
+    needed = {(entry.spec.key, index): entry for entry, index in _chunks(plan, entries)}
     return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items()), absent))
+
+
+def _chunks(plan: LoadPlan, entries: Mapping[str, ArrayEntry]) -> Iterator[tuple[ArrayEntry, tuple[int, ...]]]:
+    """Yield the chunks of each read."""
+    for read in plan.reads:
+        yield from ((entries[read.key], index) for index in entries[read.key].grid.touched(read.box))
 
 
 def read_plan(
@@ -247,6 +254,8 @@ def read_plan(
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
     concurrency = store.capabilities.concurrency
+    held = (decoding_nbytes(entry.layout) for entry, _ in _chunks(plan, entries))
+    store = store.reading(most_at_once(held, budget_nbytes, concurrency))
     work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
     if on_start is not None:
         on_start(sum(piece.nbytes for piece in work))
@@ -304,17 +313,12 @@ def _reading(
                 yield Work(piece.box.size * entry.spec.itemsize, partial(run, read, (piece,)), held)
             continue
         if small and nbytes + wanted >= SMALL_NBYTES:
-            yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
+            yield Work(nbytes, partial(list, map(run, small)), nbytes)
             small, nbytes = [], 0
         small.append(read)
         nbytes += wanted
     if small:
-        yield Work(nbytes, partial(_run_each, run, tuple(small)), nbytes)
-
-
-def _run_each(run: Callable[..., None], reads: Iterable[ArrayRead]) -> None:
-    for read in reads:
-        run(read)
+        yield Work(nbytes, partial(list, map(run, small)), nbytes)
 
 
 def _read_array(
@@ -353,8 +357,7 @@ def _read_checked(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -
     values = read_chunk(store, entry.spec, entry.layout, piece.index)
     if verify != "none":
         check_digest(entry, piece.position, digest(values))
-    start = tuple(map(mul, piece.index, entry.layout.chunk))
-    cells: Array = values[region_of(start, piece.box.start, piece.box.stop)]
+    cells: Array = values[region_of(tuple(map(mul, piece.index, entry.layout.chunk)), piece.box.start, piece.box.stop)]
     return cells
 
 
@@ -379,12 +382,9 @@ def _read_part(
 
 def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:
     """Read a whole plain chunk into its place, and return its digest if `verify`."""
-    if not verify:
+    if not verify or len(into) <= BLOCK_NBYTES:
         store.read_into(name, into)
-        return None
-    if len(into) <= BLOCK_NBYTES:
-        store.read_into(name, into)
-        return digest_bytes(into)
+        return digest_bytes(into) if verify else None
     hasher = xxhash.xxh3_128()
     store.read_into(name, into, hasher.update)
     return hasher.digest()

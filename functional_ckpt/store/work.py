@@ -3,16 +3,20 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain
+from itertools import chain, islice
 from threading import Condition, Thread
 
 import attrs
 
-__all__ = ["SMALL_NBYTES", "Work", "at_once", "run_all", "thread_count"]
+__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "most_at_once", "run_all", "thread_count"]
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
+
+
+#: So many times the bytes of a request are in memory while it is on its way.
+COPIES = 2
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +66,7 @@ def run_all(
     Large tasks run on threads, one at a time each; there are only so many threads that the largest task on each fits
     into `budget_nbytes`. This thread runs the small tasks and then helps. If each task waits for a server,
     `concurrency` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
-    three times, since requests are copied on their way.
+    twice, since requests are copied on their way.
 
     Examples
     --------
@@ -82,7 +86,7 @@ def run_all(
                 if failures:
                     return
                 piece = pieces[i]
-                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
+                with budget.holding(COPIES * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
                     results[i] = piece.call()
                 if on_bytes is not None:
                     on_bytes(piece.nbytes)
@@ -98,6 +102,18 @@ def run_all(
     finally:
         failures.clear()  # an error refers to this function, and to what the tasks hold
     return results
+
+
+def most_at_once(held_nbytes: Iterable[int], budget_nbytes: int, concurrency: int) -> int:
+    """Return how many pieces of work `run_all` runs at a time if each waits for a server and holds so much: 1 at least.
+
+    Examples
+    --------
+    >>> most_at_once([10] * 5, 100, 32), most_at_once([10] * 5, 60, 32), most_at_once([10] * 5, 100, 4)
+    (5, 3, 4)
+    """
+    found = [*islice(held_nbytes, concurrency)]
+    return max(1, min(len(found), budget_nbytes // (COPIES * max(found, default=0) or 1)))
 
 
 def at_once(calls: Sequence[Callable[[], object]], concurrency: int) -> list[object]:
