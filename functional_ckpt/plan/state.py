@@ -242,10 +242,12 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
     by_key = {leaf.spec.key: leaf for leaf in state.leaves}
     leaves = [by_key[plan.spec.key] for plan in arrays]
     ends = (first * DIGEST_NBYTES).tolist()
-    entries = tuple([
-        ArrayEntry(plan.spec, plan.layout, digests[low:high], leaf.path, leaf.codec)
-        for plan, leaf, low, high in zip(arrays, leaves, ends[:-1], ends[1:], strict=True)
-    ])
+    entries = tuple(
+        [
+            ArrayEntry(plan.spec, plan.layout, digests[low:high], leaf.path, leaf.codec)
+            for plan, leaf, low, high in zip(arrays, leaves, ends[:-1], ends[1:], strict=True)
+        ]
+    )
     return Manifest(entries, state.values, state.aliases, state.per_rank, state.attributes)
 
 
@@ -292,6 +294,8 @@ def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
 
 def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLeaf]) -> tuple[ValueEntry, ...]:
     """Drop an empty container of one rank where another rank has something in it."""
+    if not any(value.text in EMPTY_TEXTS for value in values):
+        return tuple(values)
     entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
     inner = {entry.path[:depth] for entry in entries if entry.path for depth in range(len(entry.path))}
     return tuple(v for v in values if v.path not in inner or v.text not in EMPTY_TEXTS)
