@@ -16,7 +16,7 @@ from functional_ckpt.errors import (
     SpecError,
     raise_problems,
 )
-from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
+from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, RankItem
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.run.arguments import check_load
@@ -34,7 +34,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import absent_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
-from functional_ckpt.store.execute import check_needed, read_plan
+from functional_ckpt.store.fill import check_needed, read_plan
 from functional_ckpt.store.machine import boot_id
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
@@ -159,8 +159,8 @@ class _Loader:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
             self._problems.append(error)
-            return LoadPlan(())
-        self._problems += check_needed(plan, entries, self.store, self.absent)
+            return LoadPlan()
+        self._problems += check_needed(plan, self.store, self.absent)
         return plan
 
     @property
@@ -208,7 +208,7 @@ class _Loader:
             if self.policy.read_once:
                 raise
             return plan, None
-        return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
+        return LoadPlan(self.manifest.arrays, alone, plan.fills), moved
 
     def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
@@ -221,7 +221,7 @@ class _Loader:
             tracker.enter("read", nbytes + shared)
 
         try:
-            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add, begin)
+            read_plan(plan, self.buffers, self.store, budget, verify, tracker.add, begin)
         except Exception as error:
             if moved is None:
                 raise

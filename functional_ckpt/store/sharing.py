@@ -13,7 +13,7 @@ from functional_ckpt.spec.strided import View, clusters, overlapping
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, HostBuffer
 from functional_ckpt.store.encoding import as_bytes, numpy_dtype
-from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.fill import read_plan
 
 __all__ = ["Memory"]
 
@@ -71,7 +71,7 @@ class Memory:
         def differs(position: int) -> bool:
             shard = self.shards[position]
             alone = HostBuffer(np.empty(shard.data_shape, numpy_dtype(shard.array.dtype)))
-            read_plan(plan_load(stored, [shard], cast, reshape), stored, [alone], store, budget, "none")
+            read_plan(plan_load(stored, [shard], cast, reshape), [alone], store, budget, "none")
             return as_bytes(alone.array) != as_bytes(self.buffers[position].get(shard.data_shape, 0, WHOLE))
 
         wrong = {position: differs(position) for pair in self.shared for position in pair}

@@ -8,11 +8,15 @@ from threading import Condition, Thread
 
 import attrs
 
-__all__ = ["SMALL_NBYTES", "Work", "at_once", "run_all", "thread_count"]
+from functional_ckpt.spec.columns import Ints
+
+__all__ = ["SMALL_NBYTES", "Work", "at_once", "batches", "run_all", "thread_count"]
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
+#: Most pieces that are one task.
+_BATCH = 64
 
 
 @attrs.frozen(eq=False)
@@ -95,6 +99,27 @@ def run_all(
     if failures:
         raise failures[0]
     return results
+
+
+def batches(rows: Ints, nbytes: Ints) -> Iterator[tuple[list[int], int]]:
+    """Yield small rows, as many at a time as are small together, with their bytes; `nbytes` has those of all rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> list(batches(np.array([0, 2]), np.array([3, 0, 4])))
+    [([0, 2], 7)]
+    """
+    batch: list[int] = []
+    total = 0
+    for row, each in zip(rows.tolist(), nbytes[rows].tolist(), strict=True):
+        if total + each >= SMALL_NBYTES or len(batch) == _BATCH:
+            yield batch, total
+            batch, total = [], 0
+        batch.append(row)
+        total += each
+    if batch:
+        yield batch, total
 
 
 def at_once(calls: Sequence[Callable[[], object]], concurrency: int) -> list[object]:

@@ -23,4 +23,14 @@ REMEMBERED = (
         "(0 if store.capabilities.concurrency else SMALL_NBYTES)", "SMALL_NBYTES",
         ("tests/test_small.py",),
     ),
+    Mutant(
+        "pieces of different fragments have one form", "store/fill.py",
+        "cut.stop, cut.low, cut.high]", "cut.stop, cut.low]",
+        ("property_tests/test_forms.py",),
+    ),
+    Mutant(
+        "pieces of arrays of different layouts have one form", "store/fill.py",
+        "[like[cut.array], cut.chunk,", "[cut.chunk,",
+        ("property_tests/test_forms.py",),
+    ),
 )  # fmt: skip
