@@ -187,7 +187,8 @@ class _Loader:
         CheckpointError
             All problems at once.
         """
-        raise_problems([*self.keys.problems([request.keys for request in requests]), *self._problems])
+        problems, self._problems = self._problems, []  # an error that is raised refers to this object
+        raise_problems([*self.keys.problems([request.keys for request in requests]), *problems])
 
     def share(self, plan: LoadPlan, requests: Sequence[_Request]) -> tuple[LoadPlan, Pieces | None]:
         """Return what this rank reads by itself, and what it reads for others or gets from them."""

@@ -4,7 +4,6 @@ import atexit
 import logging
 import os
 import threading
-import traceback
 import warnings
 import weakref
 from collections import deque
@@ -20,6 +19,7 @@ from functional_ckpt.errors import (
     SaveCancelledError,
     SaveInFlightError,
     changed,
+    forget_locals,
     raise_problems,
 )
 from functional_ckpt.plan.manifest import Manifest
@@ -106,9 +106,7 @@ class _Job:
             if not isinstance(error, SaveCancelledError):
                 _LOGGER.exception("a save in the background failed")
                 _FAILED[self.future] = self.pending
-            for each in (error, error.__cause__, error.__context__):
-                if each is not None:  # the frames of the traceback refer to the copy of the state
-                    traceback.clear_frames(each.__traceback__)
+            forget_locals(error)  # among them, the copy of the state
             self.future.set_exception(error)
         else:
             self.future.set_result(manifest)

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from errno import EINVAL
+from errno import EINVAL, EMFILE, ENFILE
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class FileStore:
             if not self._directories.get(directory):
                 self._make(directory)
                 self._directories[directory] = True
-            file = self._open(name, _CREATE)
+            file = self._new(name)
             try:
                 _fill(file, parts, nbytes, each)
                 if synced and self._unsynced.keep(name, file, nbytes):
@@ -131,6 +131,15 @@ class FileStore:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
         except OSError as error:
             raise storage_error("writing", name, error) from error
+
+    def _new(self, name: str) -> int:
+        """Create a file; if there are no more descriptors, the files that are kept open give theirs back."""
+        while True:
+            try:
+                return self._open(name, _CREATE)
+            except OSError as error:
+                if error.errno not in (EMFILE, ENFILE) or not self._unsynced.give_back():
+                    raise
 
     def batch(self) -> Unsynced:
         """Return what keeps the files that are created in its ``with`` block, and syncs them at the end."""
@@ -329,7 +338,11 @@ class FileStore:
             return
         with storage_errors("syncing", self.url):
             if self.sync == "syncfs":
-                sync_file_system(self.root)
+                if self._at is None:
+                    raise StorageError(
+                        "a store that syncs a file system must be pinned before it writes", path=self.url
+                    )
+                sync_file_system(self._at.file)  # which was opened before anything was written
                 return
             # The root last; directories synced before are not synced again.
             for directory in sorted((d for d, is_new in self._directories.items() if is_new), reverse=True):

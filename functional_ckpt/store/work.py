@@ -95,9 +95,12 @@ def run_all(
 
     largest = max((pieces[i].held_nbytes for i in large), default=1) or 1
     count = concurrency or min(thread_count(), max(1, budget_nbytes // largest))
-    _run_on_threads(drain, small, large, count, failures)
-    if failures:
-        raise failures[0]
+    try:
+        _run_on_threads(drain, small, large, count, failures)
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # an error refers to this function, and to what the tasks hold
     return results
 
 

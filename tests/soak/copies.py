@@ -87,4 +87,13 @@ COPIES = (
         "                pass\n",
         ("tests/test_devices.py", "-k", "devices_copies"),
     ),
+    Mutant(
+        "an error keeps what failed to be saved, through the functions that it has left", "run/comm.py",
+        '        forget_locals(error, "functional_ckpt")\n        raise', "        raise",
+        ("tests/test_garbage.py", "-k", "that_fails"),
+    ),
+    Mutant(
+        "an error of a task keeps the tasks", "store/work.py", "        failures.clear()", "        pass",
+        ("tests/test_garbage.py", "-k", "cannot_be_read"),
+    ),
 )  # fmt: skip

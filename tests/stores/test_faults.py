@@ -163,6 +163,35 @@ def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
     assert outcome(server, url) == 2
 
 
+def test_a_root_whose_answers_are_all_lost_is_published(server, url):
+    """All requests for it have arrived, no answer has come: who looks finds it there, as it was sent."""
+    server.proxy.reset(lambda r: "lost" if r.method == "PUT" and r.path.endswith("1/zarr.json") else None)
+    save(state(2), url, policy=server.saving(layout=_CHUNKED))
+    assert outcome(server, url) == 2
+
+
+def test_a_renewal_whose_answer_is_lost_is_ours(server, url):
+    """Each time that the claim is written: made, tried, renewed with the names of nodes, before the root and after."""
+    total = sum(map(_is_claim, requests_of(server, url)))
+    assert total >= 5 - (not server.heeds_conditions)  # who is alone does not try
+    for number in range(total):
+        left = [number]
+
+        def fault(request, left=left):
+            if not _is_claim(request):
+                return None
+            left[0] -= 1
+            return "lost" if left[0] == -1 else None
+
+        server.proxy.reset(fault)
+        save(state(2), f"{url}-{number}", policy=server.saving(layout=_CHUNKED))
+        assert outcome(server, f"{url}-{number}") == 2
+
+
+def _is_claim(request):
+    return request.method == "PUT" and request.path.endswith(".claim")
+
+
 def four_ranks(server, place):
     """Save a state of four ranks; return what each returned or raised."""
     spec = ArraySpec("w", (64,), "float32")
