@@ -102,6 +102,12 @@ class HostBuffer:
             return None, View.of_bytes(address, array.nbytes)
         return None, View(address, array.shape, array.strides, array.itemsize)
 
+    @property
+    def identity(self) -> Hashable:
+        """What buffers of the same elements, in the same order, have in common."""
+        array = self.array
+        return self.address, array.dtype, array.shape, array.strides
+
 
 def address_of(array: Array) -> int:
     """Return the address of an array's first element."""

@@ -19,7 +19,7 @@ from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
-from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.shard import known_shard
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
@@ -152,7 +152,11 @@ class TorchLeaves:
         if isinstance(leaf, DTensor):
             return Target.of(self._held(key, leaf, local), rank, leaf)
         spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        return Target(_identity(leaf, ()), (ShardSpec(spec, spec.box, rank),), (_buffer(local),), leaf)
+        buffer = _buffer(local)
+        # What a view of the host tells costs less than what the tensor tells.
+        on_host = isinstance(buffer, HostBuffer) and buffer.address
+        identity = buffer.identity if on_host else _identity(leaf, ())
+        return Target(identity, (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
