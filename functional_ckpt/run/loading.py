@@ -248,7 +248,7 @@ class _Loader:
         adapter = adapter_of(leaf)
         entry = self.manifest.by_key.get(key)
         if key in self._values or entry is not None:
-            self.keys.use((key,))
+            self.keys.use_one(key)
         if entry is not None and entry.codec is not None:
             if adapter is not None:
                 raise _unlike(key, "an object", "an array", "any plain value")
@@ -291,9 +291,9 @@ class _Loader:
         loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
             self._made[fresh] = loaded
-        filled = self._filled.get(target.identity)
-        if filled is None:
-            self._filled[target.identity] = entry
+        known = len(self._filled)
+        filled = self._filled.setdefault(target.identity, entry)
+        if len(self._filled) > known:
             self.shards += target.shards
             self.buffers += target.buffers
         elif _content(filled) != _content(entry):
