@@ -396,5 +396,5 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     # With one array of a type that stock zarr-python does not know, it could not open the group at all.
     if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
         return to_json(root)
-    members = b",".join(named_metadata(entry.spec, entry.layout) for entry in manifest.arrays)
-    return CONSOLIDATED + members + CONSOLIDATED_END + to_json(root)[1:]
+    members = b",".join([named_metadata(entry.spec, entry.layout) for entry in manifest.arrays])
+    return b"".join((CONSOLIDATED, members, CONSOLIDATED_END, to_json(root)[1:]))  # not +: megabytes, copied each time

@@ -7,7 +7,7 @@ creations and little else.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -18,6 +18,7 @@ from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.columns import Ints
 from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
@@ -39,6 +40,9 @@ from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, run_all
 __all__ = ["Receipt", "content_digest", "digest_shared", "write_plan"]
 
 OnBytes = Callable[[int], None]
+
+#: Of a row of the plan's pieces: its number, array, shard and run, and its bytes.
+_Row: TypeAlias = tuple[int, int, int, int, int]
 
 
 @attrs.frozen
@@ -90,10 +94,8 @@ def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
         Work(layouts[number].chunk_nbytes, partial(digested, number, chunk), decoding_nbytes(layouts[number]))
         for number, chunk in rows
     ]
-    keys, concurrency = tuple(array.spec.key for array in plan.arrays), store.capabilities.concurrency
-    return Receipt(
-        keys, _chunk_rows(cast("list[Digest]", run_all(work, budget_nbytes, None, concurrency))), 0, Traffic()
-    )
+    found = cast("list[Digest]", run_all(work, budget_nbytes, None, store.capabilities.concurrency))
+    return Receipt(tuple(array.spec.key for array in plan.arrays), _chunk_rows(found), 0, Traffic())
 
 
 def _chunk_rows(digests: Sequence[Digest]) -> ChunkRows:
@@ -106,36 +108,48 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
     Small fragments are written many at a time, with the metadata of their arrays; large ones chunk by chunk.
     """
-    rows = np.flatnonzero(plan.pieces.chunk < 0)
-    headers = np.setdiff1d(plan.header_rows.array, plan.pieces.array[plan.pieces.chunk >= 0])
-    arrays, first = np.unique(plan.pieces.array[rows], return_index=True)
-    begins = rows[first[np.isin(arrays, headers)]]
+    pieces = plan.pieces
+    rows = np.flatnonzero(pieces.chunk < 0)
+    has_header = np.zeros(len(plan.arrays), bool)
+    has_header[plan.header_rows.array] = True
+    has_header[pieces.array[pieces.chunk >= 0]] = False
+    first = np.full(len(plan.arrays), -1)
+    first[pieces.array[rows[::-1]]] = rows[::-1]  # of several rows of an array the last one assigned stays
     # Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
-    is_small = (plan.nbytes < (0 if store.capabilities.concurrency else SMALL_NBYTES))[rows]
-    small, large = rows[is_small], rows[~is_small]
-    apart = np.concatenate([np.setdiff1d(headers, arrays), plan.pieces.array[np.intersect1d(begins, large)]])
+    is_small = plan.nbytes < (0 if store.capabilities.concurrency else SMALL_NBYTES)
+    with_first = has_header & np.append(is_small, False)[first]
+    apart = np.flatnonzero(has_header & ~with_first)
     work = [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in apart.tolist()]
-    write = partial(_write_small, plan, frozenset(begins.tolist()), buffers, store)
-    work += [Work(nbytes, partial(write, batch), nbytes) for batch, nbytes in batches(small, plan.nbytes)]
-    for row in large.tolist():
+    write = partial(_write_small, plan, frozenset(first[with_first].tolist()), buffers, store)
+    small = rows[is_small[rows]]
+    work += [
+        Work(nbytes, partial(write, batch), nbytes)
+        for batch, nbytes in batches(_rows(plan, small), plan.nbytes[small].tolist())
+    ]
+    for row in rows[~is_small[rows]].tolist():
         work += _writers(plan, row, buffers, store)
     return work
 
 
+def _rows(plan: SavePlan, rows: Ints) -> Iterator[_Row]:
+    """Yield rows of the plan."""
+    columns = (plan.pieces.array, plan.pieces.shard, plan.pieces.run, plan.nbytes)
+    return zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True)
+
+
 def _write_small(
-    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[int]
+    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[_Row]
 ) -> list[Digest]:
     """Write fragments of the plan, by their rows; those that are in `begins` with the metadata of their arrays."""
     found: list[Digest] = []
-    pieces = plan.pieces.take(rows)
-    columns = (pieces.array, pieces.shard, pieces.run, plan.nbytes[rows])
-    for row, number, shard, run, nbytes in zip(rows, *(column.tolist() for column in columns), strict=True):
+    for row, number, shard, run, nbytes in rows:
         array, buffer = plan.arrays[number], buffers[shard]
         if row in begins:
             write_header(array, store)
-        if array.grid.is_single and nbytes == array.spec.nbytes:  # most of them, and worth a shortcut
-            values = buffer.get(array.spec.shape, run, WHOLE)
-            found.append((number, 0, write_chunk(store, array, array.grid.index(0), values)))
+        grid = array.grid
+        if grid.is_single and nbytes == array.layout.chunk_nbytes:  # most of them, and worth a shortcut
+            values = buffer.get(grid.shape, run, WHOLE)
+            found.append((number, 0, write_chunk(store, array, grid.index(0), values)))
         else:
             source = plan.fragment(row)
             found += _write_pieces(number, array, source, buffer, store, _pieces(array.grid, source.box))

@@ -41,7 +41,7 @@ from functional_ckpt.store.encoding import (
     numpy_dtype,
 )
 from functional_ckpt.store.part import blocks_of, ranges_of, read_part
-from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, run_all
+from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, most_at_once, run_all
 
 __all__ = ["check_needed", "read_plan"]
 
@@ -74,13 +74,16 @@ def read_plan(
     CorruptionError
         If stored bytes differ from their digest. The content of `buffers` is then undefined.
     """
+    concurrency = store.capabilities.concurrency
+    held = (decoding_nbytes(plan.entries[array].layout) for array in plan.cut.array.tolist())
+    store = store.reading(most_at_once(held, budget_nbytes, concurrency))
     work = list(_Filling(plan, _forms(plan), buffers, store, verify).work())
     if on_start is not None:
         on_start(sum(piece.nbytes for piece in work))
     for fill in plan.fills:
         region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
         buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
+    run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
 @attrs.frozen
@@ -143,7 +146,7 @@ class _Filling:
         plain = np.array([is_raw(entry.layout) for entry in kinds], bool)[kind]
         small = plain & (nbytes < SMALL_NBYTES)
         together = small & (not self.store.capabilities.concurrency)
-        for batch, total in batches(np.flatnonzero(together), nbytes):
+        for batch, total in batches(np.flatnonzero(together).tolist(), nbytes[together].tolist()):
             yield Work(total, partial(self.read, batch), total)
         held = np.array([decoding_nbytes(entry.layout) for entry in kinds], np.int64)[kind]
         held = np.where(small, nbytes, held)

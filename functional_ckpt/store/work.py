@@ -3,20 +3,25 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import chain
+from itertools import chain, islice
 from threading import Condition, Thread
+from typing import TypeVar
 
 import attrs
 
-from functional_ckpt.spec.columns import Ints
+__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "batches", "most_at_once", "run_all", "thread_count"]
 
-__all__ = ["SMALL_NBYTES", "Work", "at_once", "batches", "run_all", "thread_count"]
+T = TypeVar("T")
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
 #: Most pieces that are one task.
 _BATCH = 64
+
+
+#: So many times the bytes of a request are in memory while it is on its way.
+COPIES = 2
 
 
 @attrs.frozen(eq=False)
@@ -66,7 +71,7 @@ def run_all(
     Large tasks run on threads, one at a time each; there are only so many threads that the largest task on each fits
     into `budget_nbytes`. This thread runs the small tasks and then helps. If each task waits for a server,
     `concurrency` of them run at a time, large and small, as long as what they hold fits into the budget: each counts
-    three times, since requests are copied on their way.
+    twice, since requests are copied on their way.
 
     Examples
     --------
@@ -86,7 +91,7 @@ def run_all(
                 if failures:
                     return
                 piece = pieces[i]
-                with budget.holding(3 * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
+                with budget.holding(COPIES * max(piece.held_nbytes, piece.nbytes)) if concurrency else nullcontext():
                     results[i] = piece.call()
                 if on_bytes is not None:
                     on_bytes(piece.nbytes)
@@ -104,25 +109,36 @@ def run_all(
     return results
 
 
-def batches(rows: Ints, nbytes: Ints) -> Iterator[tuple[list[int], int]]:
-    """Yield small rows, as many at a time as are small together, with their bytes; `nbytes` has those of all rows.
+def batches(pieces: Iterable[T], nbytes: Iterable[int]) -> Iterator[tuple[list[T], int]]:
+    """Yield small pieces, as many at a time as are small together, with their bytes; `nbytes` are those of each.
 
     Examples
     --------
-    >>> import numpy as np
-    >>> list(batches(np.array([0, 2]), np.array([3, 0, 4])))
-    [([0, 2], 7)]
+    >>> list(batches("ab", [3, 4]))
+    [(['a', 'b'], 7)]
     """
-    batch: list[int] = []
+    batch: list[T] = []
     total = 0
-    for row, each in zip(rows.tolist(), nbytes[rows].tolist(), strict=True):
+    for piece, each in zip(pieces, nbytes, strict=True):
         if total + each >= SMALL_NBYTES or len(batch) == _BATCH:
             yield batch, total
             batch, total = [], 0
-        batch.append(row)
+        batch.append(piece)
         total += each
     if batch:
         yield batch, total
+
+
+def most_at_once(held_nbytes: Iterable[int], budget_nbytes: int, concurrency: int) -> int:
+    """Return how many pieces of work `run_all` runs at a time if each waits for a server and holds so much: 1 at least.
+
+    Examples
+    --------
+    >>> most_at_once([10] * 5, 100, 32), most_at_once([10] * 5, 60, 32), most_at_once([10] * 5, 100, 4)
+    (5, 3, 4)
+    """
+    found = [*islice(held_nbytes, concurrency)]
+    return max(1, min(len(found), budget_nbytes // (COPIES * max(found, default=0) or 1)))
 
 
 def at_once(calls: Sequence[Callable[[], object]], concurrency: int) -> list[object]:

@@ -1,44 +1,12 @@
-"""Mutants of what keeps checkpoints in object stores whole, see `mutants`."""
+"""Mutants of what is promised of object stores, row by row of the table in `docs/reliability.md`, see `mutants`.
+
+The row of Megatron's halves is in `halves_mutants`; that of the law of stores has wrong stores of its own.
+"""
 
 from tests.soak.mutant import Mutant
 
 OBJECTS = (
-    Mutant(
-        "an object of a store is written without a condition", "store/object_store.py",
-        "write(name, joined(parts, nbytes), if_equal=_MISSING)", "write(name, joined(parts, nbytes))",
-        ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
-    ),
-    Mutant(
-        "a large object of a store is written without a condition", "store/object_store.py",
-        "lambda data: kv.write(name, data, if_equal=_MISSING)", "lambda data: kv.write(name, data)",
-        ("tests/stores/test_savers.py", "-k", "never_replaced"),
-    ),
-    Mutant(
-        "a claim is written without a condition", "store/object_store.py",
-        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
-        ("tests/stores/test_savers.py", "-k", "never_replaced"),
-    ),
-    Mutant(
-        "large objects are handed over by many threads, each of which keeps memory", "store/object_store.py",
-        "self._joiner.passed(parts, nbytes, lambda data: kv.write(name, data, if_equal=_MISSING))",
-        "kv.write(name, joined(parts, nbytes), if_equal=_MISSING)",
-        ("tests/stores/test_objects.py", "-k", "handed_over"),
-    ),
-    Mutant(
-        "a server is not asked whether it heeds conditions", "store/lease.py",
-        "if self._store.alone or self._store.refuses(", "if True or self._store.refuses(",
-        ("tests/stores/test_savers.py", "-k", "ignores_conditions"),
-    ),
-    Mutant(
-        "a root stays though its claim was taken over", "store/commit.py",
-        "        if stands():", "        if stands() or store:",
-        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
-    ),
-    Mutant(
-        "a claim in an object store is not renewed", "store/lease.py",
-        "self._stop.wait(self._store.lease_s / 3)", "self._stop.wait(3600)",
-        ("tests/stores/test_savers.py", "-k", "live_save"),
-    ),
+    # A path holds a whole checkpoint or none; the next save works.
     Mutant(
         "a root that is on its way is not waited for", "store/lease.py",
         "    if content.get(_PUBLISHING):", "    if not content:",
@@ -48,36 +16,6 @@ OBJECTS = (
         "a chunk that is on its way is not waited for", "store/lease.py",
         "min(_LATE_S, _lease_of(content) / 3) if content.get(\"nodes\") else 0.0", "0.0",
         ("tests/stores/test_savers.py", "-k", "on_its_way"),
-    ),
-    Mutant(
-        "claims are deleted with what they name", "store/sweep.py",
-        "store.delete([name for name in names if name not in signs])", "store.delete(names)",
-        ("tests/stores/test_savers.py", "-k", "half_way"),
-    ),
-    Mutant(
-        "a request that was repeated is taken for another's object, or the reverse", "store/object_store.py",
-        "if found.value != content():", "if not found.value:",
-        ("tests/stores/test_savers.py", "-k", "never_replaced"),
-    ),
-    Mutant(
-        "chunks are removed under a root that may come", "run/saving.py",
-        "_is_any(error, OutcomeUnknownError)", "_is_any(error, SaveCancelledError)",
-        ("tests/stores/test_faults.py", "-k", "too_late"),
-    ),
-    Mutant(
-        "what a slow saver leaves is not named", "store/lease.py",
-        "        store.publish(name + ABANDONED, taken)", "        del taken",
-        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
-    ),
-    Mutant(
-        "a rank writes on though its save was given up", "store/whole.py",
-        "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
-        ("tests/stores/test_savers.py", "-k", "given_up"),
-    ),
-    Mutant(
-        "requests of a store hold more than the budget", "store/work.py",
-        "self._changed.wait_for(lambda: self._free >= nbytes)", "self._free += 0",
-        ("tests/stores/test_work.py",),
     ),
     Mutant(
         "the root is sent with what it names", "store/commit.py",
@@ -94,6 +32,17 @@ OBJECTS = (
         "a claim does not name what its save writes", "store/commit.py",
         "claim.name([*nodes, MANIFEST], durability", "claim.name([], durability",
         ("tests/stores/test_faults.py", "-k", "kills"),
+    ),
+    Mutant(
+        "claims are deleted with what they name", "store/sweep.py",
+        "store.delete([name for name in names if name not in signs])", "store.delete(names)",
+        ("tests/stores/test_savers.py", "-k", "half_way"),
+    ),
+    # One error with a remedy, and nothing published, or it is said that this is not known.
+    Mutant(
+        "chunks are removed under a root that may come", "run/saving.py",
+        "_is_any(error, OutcomeUnknownError)", "_is_any(error, SaveCancelledError)",
+        ("tests/stores/test_faults.py", "-k", "too_late"),
     ),
     Mutant(
         "the error of a server has no remedy", "store/server_errors.py",
@@ -120,6 +69,12 @@ OBJECTS = (
         "    store.delete([found for found in names if found != name])", "    del names",
         ("tests/stores/test_faults.py", "-k", "told_to_all"),
     ),
+    # What is worth another try is tried again.
+    Mutant(
+        "a request that was repeated is taken for another's object, or the reverse", "store/object_store.py",
+        "if found.value != content():", "if not found.value:",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
     Mutant(
         "a request is sent once", "store/object_store.py",
         '"max_retries": retries,', '"max_retries": 0,',
@@ -129,6 +84,22 @@ OBJECTS = (
         "a renewal whose answer was lost is another's", "store/object_store.py",
         'return found.stamp.generation if found.state == "value" and found.value == data else None', "return None",
         ("tests/stores/test_faults.py", "-k", "renewal"),
+    ),
+    # A committed checkpoint is never overwritten; of two saves at most one is published.
+    Mutant(
+        "an object of a store is written without a condition", "store/object_store.py",
+        "write(name, joined(parts, nbytes), if_equal=_MISSING)", "write(name, joined(parts, nbytes))",
+        ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
+    ),
+    Mutant(
+        "a large object of a store is written without a condition", "store/object_store.py",
+        "lambda data: kv.write(name, data, if_equal=_MISSING)", "lambda data: kv.write(name, data)",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "a root that is there is not looked for", "store/commit.py",
+        "    if store.nbytes_of(ROOT) is not None:\n        raise", "    if not store:\n        raise",
+        ("tests/stores/test_savers.py", "-k", "never_overwritten"),
     ),
     Mutant(
         "a live save is not looked for", "store/commit.py",
@@ -144,10 +115,26 @@ OBJECTS = (
         "            lease._probe()",
         ("tests/stores/test_savers.py", "-k", "claim_together"),
     ),
+    # A sweep removes nothing of a live save; who was taken for dead publishes nothing.
     Mutant(
-        "a root that is there is not looked for", "store/commit.py",
-        "    if store.nbytes_of(ROOT) is not None:\n        raise", "    if not store:\n        raise",
-        ("tests/stores/test_savers.py", "-k", "never_overwritten"),
+        "a claim in an object store is not renewed", "store/lease.py",
+        "self._stop.wait(self._store.lease_s / 3)", "self._stop.wait(3600)",
+        ("tests/stores/test_savers.py", "-k", "live_save"),
+    ),
+    Mutant(
+        "a root stays though its claim was taken over", "store/commit.py",
+        "        if stands():", "        if stands() or store:",
+        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
+    ),
+    Mutant(
+        "what a slow saver leaves is not named", "store/lease.py",
+        "        store.publish(name + ABANDONED, taken)", "        del taken",
+        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
+    ),
+    Mutant(
+        "a rank writes on though its save was given up", "store/whole.py",
+        "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
+        ("tests/stores/test_savers.py", "-k", "given_up"),
     ),
     Mutant(
         "a claim is taken over though it was renewed", "store/lease.py",
@@ -159,6 +146,18 @@ OBJECTS = (
         "            if self._lost:", "            if not self._label:",
         ("tests/stores/test_savers.py", "-k", "lost_claim"),
     ),
+    # A server that ignores conditions is found.
+    Mutant(
+        "a claim is written without a condition", "store/object_store.py",
+        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
+        ("tests/stores/test_savers.py", "-k", "never_replaced"),
+    ),
+    Mutant(
+        "a server is not asked whether it heeds conditions", "store/lease.py",
+        "if self._store.alone or self._store.refuses(", "if True or self._store.refuses(",
+        ("tests/stores/test_savers.py", "-k", "ignores_conditions"),
+    ),
+    # A run resumes from a whole step.
     Mutant(
         "a step without a root counts", "store/steps.py",
         "for step in _named(names) if _is_committed(store, step)}", "for step in _named(names)}",
@@ -174,6 +173,7 @@ OBJECTS = (
         "    store.publish(sign, json.dumps(", "    (lambda *_: None)(sign, json.dumps(",
         ("tests/stores/test_objects.py", "-k", "cut_off"),
     ),
+    # A chunk that is missing or short is named.
     Mutant(
         "a chunk that a listing lacks is taken to be there", "store/chunk.py",
         "for name, nbytes in zip(unlisted, found, strict=True) if nbytes is None)",
@@ -190,6 +190,18 @@ OBJECTS = (
         "an object that is too short is read", "store/object_store.py",
         "        if data is None or len(data) < nbytes:\n", "        if data is None:\n",
         ("tests/stores/test_objects.py", "-k", "missing_or_short"),
+    ),
+    # Requests are few, and many at a time; memory keeps to the budget.
+    Mutant(
+        "requests of a store hold more than the budget", "store/work.py",
+        "self._changed.wait_for(lambda: self._free >= nbytes)", "self._free += 0",
+        ("tests/stores/test_work.py",),
+    ),
+    Mutant(
+        "large objects are handed over by many threads, each of which keeps memory", "store/object_store.py",
+        "self._joiner.passed(parts, nbytes, lambda data: kv.write(name, data, if_equal=_MISSING))",
+        "kv.write(name, joined(parts, nbytes), if_equal=_MISSING)",
+        ("tests/stores/test_objects.py", "-k", "handed_over"),
     ),
     Mutant(
         "each rank reads from an object store what it wants", "run/loading.py",

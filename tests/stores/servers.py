@@ -114,6 +114,8 @@ def swift(place):
             f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {proxy}\nuser = {user}\nswift_dir = {place}\nworkers = 0\n"
             f"[pipeline:main]\npipeline = {' '.join(filters)} proxy-server\n"
             "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n"
+            # On a loaded machine it would give its only device up for a minute, and say that there is no bucket.
+            "conn_timeout = 60\nnode_timeout = 60\nrecoverable_node_timeout = 60\nerror_suppression_limit = 1000000\n"
             + "".join(f"[filter:{name}]\nuse = egg:swift#{name.replace('cache', 'memcache')}\n" for name in filters
                       if name != "tempauth")
             + "[filter:tempauth]\nuse = egg:swift#tempauth\nuser_test_tester = testing .admin\n"

@@ -1,7 +1,6 @@
 """What one save to an object store does to another: none harms one that is committed, live, or somebody else's."""
 
 import json
-import os
 import random
 import threading
 import time
@@ -87,14 +86,13 @@ def test_a_server_that_ignores_conditions_is_found(server, url, monkeypatch):
     heedless.close()
 
 
-@pytest.mark.parametrize("rounds", [2 if int(os.environ.get("FUNCTIONAL_CKPT_STEP", "9")) > 1 else 30])
-def test_of_many_savers_that_meet_trouble_at_most_one_is_published(server, url, rounds):
+def test_of_many_savers_that_meet_trouble_at_most_one_is_published(server, url):
     """Four at a time, while requests are throttled, cut and answered late; what is there is whole, of one of them."""
     if not server.heeds_conditions:
         pytest.skip("the caller says that he is alone")
     chance = random.Random(16)
     faults = ["503", "reset", "lost", "torn", "late:0.05", "late:0.3+lost"]
-    for number in range(rounds):
+    for number in range(2 if server.step > 1 else 30):
         place = f"{url}-{number}"
         server.proxy.reset(lambda _: chance.choice(faults) if chance.random() < 0.05 else None)
         with warnings.catch_warnings():
