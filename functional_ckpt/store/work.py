@@ -5,14 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from threading import Condition, Thread
+from typing import TypeVar
 
 import attrs
 
-__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "most_at_once", "run_all", "thread_count"]
+__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "batches", "most_at_once", "run_all", "thread_count"]
+
+T = TypeVar("T")
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
+#: Most pieces that are one task.
+_BATCH = 64
 
 
 #: So many times the bytes of a request are in memory while it is on its way.
@@ -102,6 +107,26 @@ def run_all(
     finally:
         failures.clear()  # an error refers to this function, and to what the tasks hold
     return results
+
+
+def batches(pieces: Iterable[T], nbytes: Iterable[int]) -> Iterator[tuple[list[T], int]]:
+    """Yield small pieces, as many at a time as are small together, with their bytes; `nbytes` are those of each.
+
+    Examples
+    --------
+    >>> list(batches("ab", [3, 4]))
+    [(['a', 'b'], 7)]
+    """
+    batch: list[T] = []
+    total = 0
+    for piece, each in zip(pieces, nbytes, strict=True):
+        if total + each >= SMALL_NBYTES or len(batch) == _BATCH:
+            yield batch, total
+            batch, total = [], 0
+        batch.append(piece)
+        total += each
+    if batch:
+        yield batch, total
 
 
 def most_at_once(held_nbytes: Iterable[int], budget_nbytes: int, concurrency: int) -> int:
