@@ -58,7 +58,7 @@ class Basis:
 
     @cached_property
     def digest(self) -> bytes:
-        """The fingerprint of the basis: of what is alike, which holds all of `common` but its shards, and of the rest."""
+        """The fingerprint of the basis: of what is alike, with all of `common` but its shards, and of the rest."""
         return fingerprint(self.alike_digest, attrs.evolve(self, common=LocalState(shards=self.common.shards)))
 
     @cached_property

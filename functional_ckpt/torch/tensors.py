@@ -137,7 +137,10 @@ class TorchLeaves:
         _check_type(key, leaf)
         if leaf.is_meta:
             raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(leaf.shape))
-        return self._held(key, leaf, _local(leaf))
+        if isinstance(leaf, DTensor):
+            return _held_parts(key, leaf, _local(leaf))
+        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+        return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
@@ -150,7 +153,7 @@ class TorchLeaves:
         local = _local(leaf)
         _check_fillable(key, local, rank)
         if isinstance(leaf, DTensor):
-            return Target.of(self._held(key, leaf, local), rank, leaf)
+            return Target.of(_held_parts(key, leaf, local), rank, leaf)
         spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
         return Target(_identity(leaf, ()), (ShardSpec(spec, spec.box, rank),), (_buffer(local),), leaf)
 
@@ -165,27 +168,22 @@ class TorchLeaves:
         """Return a new tensor on the CPU."""
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
-    def _held(self, key: str, leaf: torch.Tensor, local: torch.Tensor) -> HeldArray:
-        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        if isinstance(leaf, DTensor):
-            # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
-            # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
-            placements = leaf.placements
-            identity = (
-                _identity(local, placements)
-                if local.numel()
-                else (
-                    local.untyped_storage()._cdata,
-                    spec.shape,
-                    spec.dtype,
-                    placements,
-                )
-            )
-            # Not get_rank(), which checks ten times as long as this takes.
-            rank = dist.get_rank() if dist.group.WORLD is None else dist.group.WORLD.rank()
-            sharding, buffers = _placed(spec, leaf, local, rank)
-            return HeldArray(spec, buffers, False, identity, sharding, place=rank)
-        return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
+
+def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
+    """Describe the parts of a DTensor that this rank holds; `local` is its local tensor."""
+    spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+    # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
+    # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
+    placements = leaf.placements
+    identity: Hashable
+    if local.numel():
+        identity = _identity(local, placements)
+    else:
+        identity = (local.untyped_storage()._cdata, spec.shape, spec.dtype, placements)
+    # Not get_rank(), which checks ten times as long as this takes.
+    rank = dist.get_rank() if dist.group.WORLD is None else dist.group.WORLD.rank()
+    sharding, buffers = _placed(spec, leaf, local, rank)
+    return HeldArray(spec, buffers, False, identity, sharding, place=rank)
 
 
 def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
@@ -373,8 +371,8 @@ def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
     address = tensor.data_ptr()
     if not address:  # meta tensors and empty ones
         return id(tensor)
-    place = (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-    return (*place, tensor.is_conj(), tensor.is_neg(), placements)
+    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return address, tensor.device, form, placements
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
