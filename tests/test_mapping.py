@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from functional_ckpt.errors import CheckpointError, DTypeError, ShapeError, SpecError  # noqa: E402
-from functional_ckpt.torch.megatron import exceptions, mapping, sharded_base, sharded_tensor  # noqa: E402
+from functional_ckpt.spec.grid import shard_at  # noqa: E402
+from functional_ckpt.torch.megatron import exceptions, mapping, sharded_base  # noqa: E402
 from functional_ckpt.torch.megatron.mapping import (  # noqa: E402
     CheckpointingException,
     LocalNonpersistentObject,
@@ -92,7 +93,7 @@ def test_what_is_known_of_a_shard_is_of_all_its_fields(changes):
         except CheckpointError as error:
             return type(error), str(error)
 
-    sharded_tensor._known_shard.cache_clear()
+    shard_at.cache_clear()
     fresh = described()
     assert fresh != plain().spec
     for like in (plain(), plain(flattened_range=slice(1, 3)), plain(replica_id=(0,), axis_fragmentations=None)):

@@ -55,9 +55,7 @@ def check_chunk(store: Store, entry: ArrayEntry | ArrayPlan, index: tuple[int, .
         found = store.nbytes_of(chunk_path(spec.key, index))
     except StorageError as error:
         return located(error, spec, layout, index)
-    if is_raw(layout) and found == layout.chunk_nbytes:  # most of them
-        return None
-    fits = not is_raw(layout) and found is not None and found <= encoded_limit(layout)
+    fits = found == layout.chunk_nbytes if is_raw(layout) else found is not None and found <= encoded_limit(layout)
     return None if fits or found == UNSIZED else _bad_size(spec, layout, index, found)
 
 

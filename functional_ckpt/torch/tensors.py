@@ -19,7 +19,7 @@ from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
-from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.shard import known_shard
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
@@ -106,11 +106,12 @@ class DeviceBuffer:
         """Begin to copy the tensor to memory of the host, on the stream that is current."""
         to_torch(into, DTYPE_NAMES[self.tensor.dtype]).copy_(self.tensor, non_blocking=True)
 
-    def memory(self) -> tuple[Hashable, View]:
+    def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is."""
         tensor, itemsize = self.tensor, self.tensor.element_size()
         if tensor.is_contiguous():
-            return tensor.device, View.of_bytes(tensor.data_ptr(), tensor.numel() * itemsize)
+            address = tensor.data_ptr()
+            return tensor.device, range(address, address + tensor.numel() * itemsize)
         strides = tuple(step * itemsize for step in tensor.stride())
         return tensor.device, View(tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
 
@@ -140,7 +141,8 @@ class TorchLeaves:
         if isinstance(leaf, DTensor):
             return _held_parts(key, leaf, _local(leaf))
         spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
+        buffer = _buffer(_resolved(leaf))
+        return HeldArray(spec, (buffer,), True, _whole_identity(leaf, buffer))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
@@ -155,7 +157,8 @@ class TorchLeaves:
         if isinstance(leaf, DTensor):
             return Target.of(_held_parts(key, leaf, local), rank, leaf)
         spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        return Target(_identity(leaf, ()), (ShardSpec(spec, spec.box, rank),), (_buffer(local),), leaf)
+        buffer = _buffer(local)
+        return Target(_whole_identity(leaf, buffer), (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -181,7 +184,8 @@ def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
     else:
         identity = (local.untyped_storage()._cdata, spec.shape, spec.dtype, placements)
     # Not get_rank(), which checks ten times as long as this takes.
-    rank = dist.get_rank() if dist.group.WORLD is None else dist.group.WORLD.rank()
+    world = dist.group.WORLD
+    rank = dist.get_rank() if world is None else world.rank()
     sharding, buffers = _placed(spec, leaf, local, rank)
     return HeldArray(spec, buffers, False, identity, sharding, place=rank)
 
@@ -365,6 +369,14 @@ def _dtype_name(key: str, leaf: torch.Tensor) -> str:
             remedy="View it as a data type of the same width, such as torch.view_as_real for complex32",
         )
     return name
+
+
+def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:
+    """Return what plain tensors that share one memory have in common; a view on the host tells it at less cost."""
+    # A conjugated or negated view was resolved to a copy, which nothing else shares.
+    if isinstance(buffer, HostBuffer) and buffer.address and buffer.address == leaf.data_ptr():
+        return buffer.identity
+    return _identity(leaf, ())
 
 
 def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
