@@ -162,18 +162,53 @@ def _run_on_threads(
     """Let this thread do what is `mine`, and up to `count` threads, this one at last, what is for all of them."""
     # All threads share one iterator of these tasks: taking its next item is atomic.
     todo = iter(all_of)
-    helpers = [Thread(target=drain, args=(todo,)) for _ in range(min(count, len(all_of)) - 1)]
-    started: list[Thread] = []
+    helpers = _Helpers(lambda: drain(todo))
     try:
-        with suppress(RuntimeError):  # too many threads, or the interpreter is shutting down: go on with fewer
-            for helper in helpers:
-                helper.start()
-                started.append(helper)
+        helpers.start(min(count, len(all_of)) - 1)
         drain(chain(mine, todo))
-        for helper in started:
-            helper.join()
+        helpers.end()
     except BaseException as error:  # an interrupt: no thread may use the caller's memory after this returns
         failures.append(error)
-        for helper in started:
-            helper.join()
+        helpers.end()
         raise
+
+
+class _Helpers:
+    """Threads that call a function, each once. After `end` none of them is in it, nor will be.
+
+    That counts who is in it rather than who was started: a start that is interrupted may have begun a thread.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._inside, self._is_over = 0, False
+        self._changed = Condition()
+        self._started: list[Thread] = []
+
+    def start(self, count: int) -> None:
+        """Start threads; fewer if there are too many, or the interpreter is shutting down."""
+        with suppress(RuntimeError):
+            for _ in range(count):
+                helper = Thread(target=self._help)
+                helper.start()
+                self._started.append(helper)
+
+    def end(self) -> None:
+        """Wait until no thread is in the function."""
+        with self._changed:
+            self._is_over = True
+            self._changed.wait_for(lambda: not self._inside)
+        for helper in self._started:
+            helper.join()
+
+    def _help(self) -> None:
+        with self._changed:
+            if self._is_over:
+                return
+            self._inside += 1
+        try:
+            self._function()
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
