@@ -48,7 +48,8 @@ from functional_ckpt.torch.tensors import TORCH_DTYPES
 __all__ = [
     "BytesStorageMetadata", "ChunkStorageMetadata", "DefaultLoadPlanner", "DefaultSavePlanner", "Future", "LoadPlan",
     "LoadPlanner", "Members", "Metadata", "MetadataIndex", "ReadItem", "SavePlan", "SavePlanner", "StorageMeta",
-    "StorageReader", "StorageWriter", "Streamed", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item",
+    "StorageReader", "StorageWriter", "Streamed", "TensorProperties", "TensorStorageMetadata", "TensorWriteData",
+    "WriteItem", "WriteResult", "byte_item",
     "chunk_of", "done", "is_bytes", "is_whole", "metadata_of", "paths", "planned", "read_box", "read_item", "stamp",
     "stored_metadata", "tree_path", "with_planner_data", "with_storage_data", "write_item", "write_result",
     "written_box",

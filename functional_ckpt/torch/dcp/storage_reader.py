@@ -30,6 +30,7 @@ from functional_ckpt.torch.dcp.bridge import (
     read_box,
     stored_metadata,
 )
+from functional_ckpt.torch.dcp.packed import packed_load_plan
 from functional_ckpt.torch.dcp.planner import check_unused, local_numel
 from functional_ckpt.torch.tensors import fillable
 
@@ -105,12 +106,12 @@ class ZarrStorageReader(StorageReader):
         self._opened = self._opened or Opened.at(self.path, self.policy.store)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
-        return plan
+        """Leave the plan as it is, to travel in a short form."""
+        return packed_load_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
-        return plans
+        """Leave the plans as they are, to travel in a short form."""
+        return [packed_load_plan(plan) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once into their places."""
