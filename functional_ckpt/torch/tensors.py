@@ -35,6 +35,7 @@ __all__ = [
     "TorchLeaves",
     "fillable",
     "host_view",
+    "readable",
     "to_torch",
 ]
 
@@ -174,18 +175,32 @@ class TorchLeaves:
             identity = (
                 _identity(local, placements)
                 if local.numel()
-                else (
-                    local.untyped_storage()._cdata,
-                    spec.shape,
-                    spec.dtype,
-                    placements,
-                )
+                else (local.untyped_storage()._cdata, spec.shape, spec.dtype, placements)
             )
             # Not get_rank(), which checks ten times as long as this takes.
             rank = dist.get_rank() if dist.group.WORLD is None else dist.group.WORLD.rank()
             sharding, buffers = _placed(spec, leaf, local, rank)
             return HeldArray(spec, buffers, False, identity, sharding, place=rank)
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
+
+
+def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
+    """Return data type and memory of a plain tensor, which is to be saved.
+
+    Raises
+    ------
+    UnsupportedLeafError, DTypeError
+        If it cannot be.
+
+    Examples
+    --------
+    >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
+    'int8'
+    """
+    _check_type(key, tensor)
+    if tensor.is_meta:
+        raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(tensor.shape))
+    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
 
 
 def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:

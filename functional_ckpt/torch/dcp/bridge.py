@@ -152,7 +152,10 @@ def written_box(item: WriteItem) -> tuple[tuple[int, ...], Box]:
     data = item.tensor_data
     if data is None:
         raise SpecError("a write item of a tensor lacks its tensor_data", item.index.fqn)
-    return tuple(data.size), Box.from_shape(tuple(data.chunk.sizes), tuple(data.chunk.offsets))
+    return tuple(data.size), _known_box(tuple(data.chunk.sizes), tuple(data.chunk.offsets))
+
+
+_known_box = lru_cache(maxsize=1024)(Box.from_shape)
 
 
 def read_box(item: ReadItem) -> Box:
@@ -165,7 +168,7 @@ def read_box(item: ReadItem) -> Box:
     """
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
-    return Box.from_shape(tuple(item.lengths), start)
+    return _known_box(tuple(item.lengths), start)
 
 
 def with_storage_data(plan: SavePlan, data: Any) -> SavePlan:

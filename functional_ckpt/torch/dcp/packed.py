@@ -7,10 +7,13 @@ Items of a kind that is not known here, such as a subclass, travel as DCP sends 
 """
 
 import pickle
+import secrets
 from collections.abc import Callable, Hashable, Iterable
+from copy import deepcopy
 from dataclasses import fields
 from operator import attrgetter, itemgetter
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import attrs
 
@@ -81,12 +84,12 @@ class PackedResults(list[WriteResult]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the short form, or a list."""
-        data = _packed(_RESULTS, self)
-        return (list, (list(self),)) if data is None else (_arrived_results, (data,))
+        self.parcel = _Parcel.of(_RESULTS, self)
+        return (list, (list(self),)) if self.parcel is None else (_arrived_results, (self.parcel,))
 
 
-def _arrived_results(data: bytes) -> list[WriteResult]:
-    return _unpacked(_RESULTS, data)
+def _arrived_results(parcel: "_Parcel") -> list[WriteResult]:
+    return parcel.items(_RESULTS)
 
 
 @attrs.frozen
@@ -123,6 +126,41 @@ def _packed(kind: _Kind, items: Iterable[Any]) -> bytes | None:
 def _unpacked(kind: _Kind, data: bytes) -> list[Any]:
     names, which, first = pickle.loads(data)  # noqa: S301 - from ranks of this group, never from storage
     return [*map(kind.made, map(first.__getitem__, which), names)]
+
+
+@attrs.frozen(eq=False)
+class _Parcel:
+    """Packed items on their way. The process that has sent them, and still holds the parcel, finds its own in it."""
+
+    data: bytes
+    token: bytes
+    own: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, kind: _Kind, items: Iterable[Any]) -> "_Parcel | None":
+        """Return items to be sent; None if they cannot be packed."""
+        own = tuple(items)
+        data = _packed(kind, own)
+        if data is None:
+            return None
+        parcel = cls(data, secrets.token_bytes(16), own)
+        _SENT[parcel.token] = parcel
+        return parcel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.data, self.token)
+
+    def items(self, kind: _Kind) -> list[Any]:
+        """Return a new list of the items."""
+        return _unpacked(kind, self.data) if self.own is None else list(self.own)
+
+
+def _received(data: bytes, token: bytes) -> _Parcel:
+    return _SENT.get(token) or _Parcel(data, token)
+
+
+#: By random tokens: no other items ever have the same.
+_SENT: WeakValueDictionary[bytes, _Parcel] = WeakValueDictionary()
 
 
 _PROPERTIES = tuple(field.name for field in fields(TensorProperties))
@@ -214,41 +252,63 @@ _RESULTS = _Kind(attrgetter("index.fqn"), _form_of_result, _result_like)
 _STORED = _Kind(itemgetter(0), _form_of_stored, _stored_like)
 
 
-class _Arrived:
-    """What arrived lacks one field, and holds it packed: it is made when somebody asks for it."""
+class _Standin:
+    """Stands in for an object of DCP: is equal to it, reads as it, and its copies are of DCP's own class."""
 
     _own: ClassVar[type]
+
+    def _plain(self) -> Any:
+        return self._own(**_fields(self))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._plain() == (other._plain() if isinstance(other, _Standin) else other))
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def __copy__(self) -> Any:
+        return self._plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._own(**deepcopy(_fields(self), memo))
+
+
+class _Arrived(_Standin):
+    """What arrived lacks one field, and holds it packed: it is made when somebody asks for it."""
+
     _field: ClassVar[str]
     _kind: ClassVar[_Kind]
-    _whole: ClassVar[Callable[[list[Any]], Any]] = list
 
     @classmethod
-    def sent(cls, value: Any) -> tuple[Any, ...]:
+    def sent_as(cls, value: Any) -> tuple[Any, ...]:
         """Return how pickle is to send `value`."""
         others = _fields(value)
         whole = others.pop(cls._field)
-        data = _packed(cls._kind, whole.items() if isinstance(whole, dict) else whole)
-        if data is None:
+        parcel = _Parcel.of(cls._kind, whole.items() if isinstance(whole, dict) else whole)
+        if parcel is None:
             return _made, (cls._own, {**others, cls._field: whole})
-        return _made, (cls, {**others, "_data": data})
+        if type(value) is not cls._own:  # held as long as this way of sending it
+            value.__dict__["_parcel"] = parcel
+        return _made, (cls, {**others, "_parcel": parcel})
 
     def __getattr__(self, name: str) -> Any:
-        if name != self._field or "_data" not in self.__dict__:
+        if name != self._field or "_parcel" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self.__dict__[name] = self._whole(_unpacked(self._kind, self.__dict__.pop("_data")))
+        items = self.__dict__.pop("_parcel").items(self._kind)
+        self.__dict__[name] = dict(items) if self._kind is _STORED else items
         object.__setattr__(self, "__class__", self._own)
         return self.__dict__[name]
 
-    def __eq__(self, other: object) -> bool:
-        self.__getattr__(self._field)
-        return self == other
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """Return DCP's own: so does ``dataclasses.replace``."""
+        return cls._own(*arguments, **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (type(self), dict(self.__dict__))
 
 
 def _made(cls: type, state: dict[str, Any]) -> Any:
-    value = object.__new__(cls)
+    value: Any = object.__new__(cls)
     value.__dict__.update(state)
     return value
 
@@ -262,23 +322,29 @@ class _ArrivedLoadPlan(_Arrived, LoadPlan):
 
 
 class _ArrivedMetadata(_Arrived, Metadata):
-    _own, _field, _kind, _whole = Metadata, "state_dict_metadata", _STORED, dict
+    _own, _field, _kind = Metadata, "state_dict_metadata", _STORED
 
 
-class _SentSavePlan(SavePlan):
+class _SentSavePlan(_Standin, SavePlan):
+    _own = SavePlan
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ArrivedSavePlan.sent(self)
+        return _ArrivedSavePlan.sent_as(self)
 
 
-class _SentLoadPlan(LoadPlan):
+class _SentLoadPlan(_Standin, LoadPlan):
+    _own = LoadPlan
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ArrivedLoadPlan.sent(self)
+        return _ArrivedLoadPlan.sent_as(self)
 
 
-class _SentMetadata(Metadata):
+class _SentMetadata(_Standin, Metadata):
+    _own = Metadata
+
     def __reduce__(self) -> tuple[Any, ...]:
-        self.__class__ = Metadata
-        return _ArrivedMetadata.sent(self)
+        object.__setattr__(self, "__class__", Metadata)
+        return _ArrivedMetadata.sent_as(self)
 
 
 def _fields(value: Any) -> dict[str, Any]:
