@@ -80,11 +80,17 @@ def _measured(part, server, size, concurrency):
         server.empty()
         return Part(peak_nbytes=nbytes)
     state = chunked_state(size.large_nbytes) if which == "large" else small_state(size.small_count)
-    competitors = ways.ways(server, state, concurrency, what, size.apart if which == "small" else 0)
+    apart = size.apart if which == "small" else 0
+    competitors = ways.ways(server, state, concurrency, what, apart)
     for one in competitors:
         if one.name in (ways.OURS, ways.DCP):  # imports and connections
             one.save(small_state(4), f"run-{next(_NUMBERS)}")
-    return (_saves if what == "save" else _loads)(competitors, state, server, size.rounds)
+    if what == "save":
+        return _saves(competitors, state, server, size.rounds)
+    places = {one.name: f"run-{next(_NUMBERS)}" for one in competitors}
+    for one in ways.ways(server.without_proxy(), state, concurrency, what, apart):
+        one.save(state, places[one.name])
+    return _loads(competitors, places, state, server, size.rounds)
 
 
 def _saves(competitors, state, server, rounds):
@@ -96,11 +102,8 @@ def _saves(competitors, state, server, rounds):
     return part
 
 
-def _loads(competitors, state, server, rounds):
+def _loads(competitors, places, state, server, rounds):
     part, into = Part({one.name: [] for one in competitors}), blank_like(state)
-    places = {one.name: f"run-{next(_NUMBERS)}" for one in competitors}
-    for one in competitors:
-        one.save(state, places[one.name])
     for number in range(rounds):
         for one in rotated(competitors, number):
             _run(part, one, one.load, into, server, places[one.name])

@@ -5,8 +5,10 @@ and ends with the remedy. Pure code returns problems as values; code with effect
 """
 
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import attrs
@@ -44,6 +46,7 @@ __all__ = [
     "UnsupportedLeafError",
     "add_notes",
     "changed",
+    "forget_locals",
     "raise_problems",
     "report",
 ]
@@ -276,6 +279,34 @@ def changed(problem: P, **facts: Any) -> P:
     other = attrs.evolve(problem, **facts)
     add_notes(other, getattr(problem, "__notes__", ()))
     return other
+
+
+def forget_locals(error: BaseException, package: str = "") -> None:
+    """Clear the local variables of all functions that an error, or one behind it, has left; those of `package` only.
+
+    They refer to what was saved or loaded. Some refer to the error too: such a cycle stays until the collector runs.
+
+    Examples
+    --------
+    >>> try:
+    ...     raise_problems([GapError("a"), GapError("b")])
+    ... except CheckpointError as error:
+    ...     forget_locals(error, "functional_ckpt")
+    ...     print(error.__traceback__.tb_next.tb_frame.f_locals)
+    {}
+    """
+    errors: dict[int, BaseException] = {}
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in errors:
+            continue
+        errors[id(each)] = each
+        todo += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if str(frame.f_globals.get("__name__")).startswith(package):
+                with suppress(RuntimeError):  # it runs
+                    frame.clear()
 
 
 def raise_problems(problems: Iterable[CheckpointError]) -> None:

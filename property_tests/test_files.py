@@ -71,6 +71,18 @@ PRIME = (
     [(11, 0)],
     LayoutPolicy(target_chunk_nbytes=30, min_chunk_nbytes=2, few_files=0),
 )
+#: 9 files, and no more are allowed: two for each array, and one for the bytes.
+JUST_FEW = (
+    [ArraySpec("a", (2,), "bool"), *(ArraySpec(key, (6,), "uint64") for key in "bcd")],
+    [(1,), (0,), (0,), (0,)],
+    LayoutPolicy(target_chunk_nbytes=256, min_chunk_nbytes=0, few_files=0),
+)
+#: Of the two that are cut, joining the chunks of one is enough.
+ONE_OF_TWO = (
+    [ArraySpec("a", (52, 63), "bool"), ArraySpec("b", (2,), "bool"), ArraySpec("c", (57,), "bool")],
+    [(0, 0), (1,), (4,)],
+    LayoutPolicy(target_chunk_nbytes=256, min_chunk_nbytes=0, few_files=0),
+)
 
 
 @given(states())
@@ -91,6 +103,8 @@ def test_f2_nothing_is_joined_where_files_are_few(state):
 
 
 @given(states())
+@example(JUST_FEW)
+@example(ONE_OF_TWO)
 def test_f3_the_smallest_chunks_are_joined_and_only_until_files_are_few(state):
     """The layouts are those of the first size that suffices."""
     arrays, _, policy = state

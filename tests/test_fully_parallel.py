@@ -67,6 +67,42 @@ def test_the_deal_is_kept_if_it_is_to_be():
     assert saver.apply_saving_parallelization(other)["v"].replica_id == 0
 
 
+OTHERS = {
+    "one more": {"w": W, "v": W},
+    "another one": {"v": W},
+    "longer": {"w": torch.arange(9.0)},
+    "shorter": {"w": torch.arange(4.0)},
+    "cut anew": {"w": [W[:2], W[2:]]},
+    "other elements": {"w": W.double()},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_deal_that_is_kept_is_for_the_same_shards_only(other, tmp_path):
+    """What it does not name would have no writer, and would be missing."""
+    saver, steps = wrapped(cached=True), [{"w": W}, OTHERS[other], {"w": W}, OTHERS[other]]
+    for step, tensors in enumerate(steps):
+        state = {key: sharded(key, parts) for key, parts in tensors.items()}
+        save({"state": state, "step": step}, tmp_path / str(step), saver)
+        found = functional_ckpt.open_checkpoint(tmp_path / str(step))
+        expected = {key: torch.cat(parts) if isinstance(parts, list) else parts for key, parts in tensors.items()}
+        assert {*found} == {*expected}
+        assert all(torch.equal(found[key].torch(), whole) for key, whole in expected.items())
+
+
+def sharded(key, parts):
+    """A tensor, whole or in pieces."""
+    if not isinstance(parts, list):
+        return ShardedTensor.from_rank_offsets(key, parts)
+    size = sum(map(len, parts))
+    starts = [sum(map(len, parts[:number])) for number in range(len(parts))]
+    return [
+        ShardedTensor(key, part, part.dtype, (len(part),), (size,), (start,), None)
+        for part, start in zip(parts, starts, strict=True)
+    ]
+
+
 def test_a_save_walks_over_its_leaves_four_times(tmp_path, monkeypatch):
     """To sort, to check, to deal, and to save them: a state has a million."""
     seen = []

@@ -1,4 +1,4 @@
-"""What a save or a load held is gone when it returns, without the cycle collector, which may run late or never."""
+"""What a save or a load held is gone when it returns or fails, without the collector, which may run late or never."""
 
 import gc
 from collections import Counter
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import functional_ckpt as fc
-from functional_ckpt.testing.simulate import run_ranks
+from functional_ckpt.errors import CheckpointError
+from functional_ckpt.store.files import FileStore
+from functional_ckpt.testing.simulate import run_ranks, try_ranks
 
 WHOLE = np.arange(64 * 12, dtype="int32").reshape(64, 12)
 SPEC = fc.ArraySpec("w", WHOLE.shape, "int32")
@@ -23,7 +25,7 @@ def columns(rank: int, size: int) -> dict[str, fc.LocalShards]:
     """Equal columns, of which every chunk of rows has some."""
     wide = WHOLE.shape[1] // size
     box = fc.Box((0, rank * wide), (64, rank * wide + wide))
-    return {"w": fc.LocalShards((fc.ShardSpec(SPEC, box),), (np.ascontiguousarray(WHOLE[box.slices]),))}
+    return {"w": fc.LocalShards((fc.ShardSpec(SPEC, box),), (WHOLE[box.slices].copy(),))}
 
 
 def left_by(call: Callable[[], object]) -> Counter[str]:
@@ -79,6 +81,90 @@ def test_a_load_leaves_nothing_to_the_collector(read_once: bool, tmp_path: Path)
 
     loading()
     assert left_by(loading) == {}
+
+
+FAILURES = {
+    "CheckpointErrors",
+    "CorruptionError",
+    "KeyMismatchError",
+    "SpecError",
+    "StorageError",
+    "UnsupportedLeafError",
+}
+
+
+def failures_of(size: int, call: Callable[[object, int], object]) -> list[str]:
+    """Call on all ranks what must fail; return the types of the errors."""
+
+    def on_rank(gather: object, rank: int) -> str:
+        try:
+            call(gather, rank)
+        except CheckpointError as error:  # `pytest.raises` would tie a knot
+            return type(error).__name__
+        return "nothing"
+
+    return [*map(str, try_ranks(size, lambda gather: on_rank(gather, gather.rank)))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("refused", ["zarr.json", "c.0.0", "leaf"])
+@pytest.mark.parametrize(("name", "size"), [("save", 1), ("save", 3), ("async_save", 1)])
+def test_a_save_that_fails_leaves_nothing_to_the_collector(
+    name: str, size: int, refused: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = fc.SavePolicy(layout=LAYOUTS[layout], durability="none")
+    create = FileStore.create
+
+    def create_or_fail(store: FileStore, file: str, *arguments: object, **options: object) -> None:
+        if file.endswith(refused):
+            raise OSError(28, "No space left on device")
+        create(store, file, *arguments, **options)
+
+    def saving(gather: object, rank: int) -> None:
+        state = {**columns(rank, size), **({"x": object, "y": iter(())} if refused == "leaf" else {})}
+        done = getattr(fc, name)(state, tmp_path / "a", policy=policy, process_group=gather)
+        if name == "async_save":
+            done.result()
+
+    monkeypatch.setattr(FileStore, "create", create_or_fail)
+    assert {*failures_of(size, saving)} <= FAILURES
+    assert left_by(lambda: failures_of(size, saving)) == {}
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "short", "no such key", "other types"])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("read_once", [False, True])
+def test_a_load_that_fails_leaves_nothing_to_the_collector(
+    read_once: bool, size: int, fault: str, tmp_path: Path
+) -> None:
+    fc.save({"w": WHOLE, "n": 3}, tmp_path / "a", policy=fc.SavePolicy(layout=LAYOUTS["owned"], durability="none"))
+    (chunk,) = (tmp_path / "a" / "w").glob("c.0.*")
+    if fault in ("corrupt", "short"):
+        chunk.write_bytes(bytes(chunk.stat().st_size - (fault == "short")))
+
+    def loading(gather: object, rank: int) -> None:
+        like = {**columns(rank, size), "n": np.zeros(3) if fault == "other types" else 0}
+        like |= {"x": np.zeros(3), "y": 1} if fault == "no such key" else {}
+        fc.load(like, tmp_path / "a", policy=fc.LoadPolicy(read_once=read_once), process_group=gather)
+
+    assert {*failures_of(size, loading)} <= FAILURES
+    assert left_by(lambda: failures_of(size, loading)) == {}
+
+
+def test_an_array_that_cannot_be_read_leaves_nothing_to_the_collector(tmp_path: Path) -> None:
+    fc.save({"w": WHOLE}, tmp_path / "a", policy=fc.SavePolicy(durability="none"))
+    chunk = tmp_path / "a" / "w" / "c.0.0"
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+
+    def reading() -> None:
+        try:
+            fc.open_checkpoint(tmp_path / "a")["w"][...]
+        except CheckpointError:
+            return
+        raise AssertionError("it was read")
+
+    reading()
+    assert left_by(reading) == {}
 
 
 @pytest.mark.parametrize("name", ["save", "async_save", "load"])

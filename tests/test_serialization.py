@@ -323,6 +323,17 @@ def test_random_states_are_allowed(tmp_path, same):
     same(load({"rng": ShardedObject("rng", None, (1,), (0,))}, tmp_path)["rng"], [states])
 
 
+def test_a_save_in_the_background_goes_where_its_path_led_when_it_began(tmp_path, monkeypatch):
+    for name in ("one", "other"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one")
+    pending = save({"w": tensor("w", W), "step": 1}, "a", async_sharded_save=True)
+    monkeypatch.chdir(tmp_path / "other")
+    pending.execute_sync()
+    assert check_is_distributed_checkpoint(tmp_path / "one" / "a")
+    assert [*(tmp_path / "other" / "a").iterdir()] == []
+
+
 def test_a_save_in_the_background_is_there_once_it_is_finalised(tmp_path):
     data = W.clone()
     pending = save({"w": tensor("w", data), "step": 1}, tmp_path, async_sharded_save=True)

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from functional_ckpt import SavePolicy, async_save, errors, save
+from functional_ckpt import SavePolicy, async_save, errors, save, verify
 from functional_ckpt.plan.layout import LayoutPolicy
 from functional_ckpt.store import directories, unsynced
 from functional_ckpt.testing.simulate import try_ranks
@@ -44,12 +44,19 @@ class Calls:
 
     def open_at_once(self):
         """The most files that were written and open at a time."""
-        most, now = 0, set()
+        return max(map(len, self._open()), default=0)
+
+    def open_now(self):
+        """The number of files that are written and open."""
+        with self._lock:
+            return len([*self._open()][-1]) if self.found else 0
+
+    def _open(self):
+        now = frozenset()
         for name, path in self.found:
             now |= {path} if name == "create" else set()
             now -= {path} if name == "close" else set()
-            most = max(most, len(now))
-        return most
+            yield now
 
 
 def saved(tmp_path, state, policy=FSYNC, refused=(), start=save):
@@ -83,6 +90,30 @@ def test_a_file_system_that_is_synced_once_begins_early_too(tmp_path):
     assert len(calls.at("syncfs")) == 1
 
 
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+def test_a_file_system_is_synced_through_a_handle_from_before_the_first_write(tmp_path, commit):
+    """Through such a handle the system tells of an error even if it has told another program, and only then."""
+    opened, written, synced = {}, [], []
+
+    def handle(call):
+        found = call.do()
+        if call.name == "open":
+            opened[found] = len(written)
+        elif call.name == "write" and "c.0" in call.paths[0]:
+            written.append(call.paths[0])
+        elif call.name == "syncfs":
+            synced.append(opened[call.arguments[1]])
+        elif call.name == "close":
+            opened.pop(call.arguments[0], None)
+        return found
+
+    policy = SavePolicy(durability="syncfs", commit=commit)
+    with watched(tmp_path, handle):
+        save({"w": LARGE}, tmp_path / "a", policy=policy)
+    assert written
+    assert synced == [0]
+
+
 def test_without_durability_nothing_begins(tmp_path):
     calls = saved(tmp_path, {"w": LARGE}, SavePolicy(durability="none", layout=FSYNC.layout))
     assert calls.at("sync_file_range") + calls.at("fsync") + calls.at("syncfs") == []
@@ -95,6 +126,38 @@ def test_few_files_are_open_at_a_time_and_all_are_synced(tmp_path):
     assert len(files) == 203
     assert [path for path in files if not calls.at("fsync", path)] == []
     assert unsynced.MOST // 2 < calls.open_at_once() <= unsynced.MOST + 2
+
+
+@pytest.mark.parametrize("state", [{"w": LARGE}, {f"x{n:03}": np.full(3, n) for n in range(50)}], ids=["six", "many"])
+@pytest.mark.parametrize("commit", ["rename", "marker"])
+def test_files_that_wait_for_their_syncs_do_not_use_up_the_descriptors(tmp_path, state, commit):
+    """A program may have few left; then those that are kept open are synced first."""
+    calls, most = Calls(tmp_path), 6
+
+    def handle(call):
+        if call.name == "create" and calls.open_now() >= most:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return calls(call)
+
+    with watched(tmp_path, handle):
+        save(state, tmp_path / "a", policy=SavePolicy(durability="fsync", commit=commit, layout=FSYNC.layout))
+    assert verify(tmp_path / "a").ok
+    assert calls.open_at_once() == most
+    files = {path for name, path in calls.found if name == "create" and ".claim" not in path}
+    assert [path for path in files if not calls.at("fsync", path)] == []
+
+
+def test_without_a_descriptor_a_save_fails_at_once(tmp_path):
+    calls = Calls(tmp_path)
+
+    def handle(call):
+        if call.name == "create" and "c.0" in call.paths[0]:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return calls(call)
+
+    with watched(tmp_path, handle), pytest.raises(errors.StorageError, match="Too many open files"):
+        save({"w": np.ones(3)}, tmp_path / "a", policy=FSYNC)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["no such call", "refused"])

@@ -31,21 +31,25 @@ class Reached:
     def endpoint(self):
         return f"http://127.0.0.1:{self.port}"
 
+    def without_proxy(self):
+        """Return the server as a client reaches it that does not wait."""
+        return attrs.evolve(self, port=self.direct)
+
     def log(self):
         """Return the requests since the last time: (method, target, when it came, when it was answered)."""
         return json.loads(urllib.request.urlopen(f"{self.endpoint}/.log").read())
 
-    def store(self, prefix, concurrency, direct=False):
+    def store(self, prefix, concurrency):
         """Return TensorStore's key-value store."""
         many = {"limit": concurrency}
         spec = {"driver": "s3", "bucket": BUCKET, "path": prefix, "aws_region": "us-east-1",
-                "endpoint": f"http://127.0.0.1:{self.direct if direct else self.port}",
+                "endpoint": self.endpoint,
                 "context": {"s3_request_concurrency": many, "aws_credentials": {"type": "environment"}}}  # fmt: skip
         return ts.KvStore.open(spec).result()
 
     def empty(self):
         """Remove all objects, not through the proxy."""
-        kv = self.store("", 32, direct=True)
+        kv = self.without_proxy().store("", 32)
         for gone in [kv.write(key, None) for key in kv.list().result()]:
             gone.result()
 

@@ -247,7 +247,7 @@ class ArrayPlan:
     spec: ArraySpec
     layout: Layout
 
-    @property
+    @cached_property
     def grid(self) -> ChunkGrid:
         """The chunk grid."""
         return grid_of(self.spec.shape, self.layout.chunk)

@@ -231,19 +231,22 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
     first = np.cumsum([0, *(plan.grid.size for plan in arrays)])
     at = first[chunks.array] + chunks.chunk
     order = np.argsort(at, kind="stable")
-    missing = np.setdiff1d(np.arange(first[-1]), at)
-    if len(missing) or len(at) != first[-1]:
-        what = "a chunk was not written" if len(missing) else "a chunk was written twice"
-        wrong = int(missing[0]) if len(missing) else int(at[order][np.flatnonzero(np.diff(at[order]) == 0)[0]])
+    written = np.bincount(at, minlength=first[-1])
+    if (written != 1).any():
+        what = "a chunk was not written" if not written.all() else "a chunk was written twice"
+        wrong = int(np.argmin(written)) if not written.all() else int(np.argmax(written))
         number = int(np.searchsorted(first, wrong, "right")) - 1
         spec, found = arrays[number].spec, f"chunk number {wrong - int(first[number])}"
         raise SpecError(what, spec.key, shape=spec.shape, found=found)
     digests = np.ascontiguousarray(chunks.words[order]).tobytes()
-    leaves = {leaf.key: leaf for leaf in state.leaves}
+    by_key = {leaf.spec.key: leaf for leaf in state.leaves}
+    leaves = [by_key[plan.spec.key] for plan in arrays]
     ends = (first * DIGEST_NBYTES).tolist()
     entries = tuple(
-        ArrayEntry(plan.spec, plan.layout, digests[low:high], leaves[plan.spec.key].path, leaves[plan.spec.key].codec)
-        for plan, low, high in zip(arrays, ends[:-1], ends[1:], strict=True)
+        [
+            ArrayEntry(plan.spec, plan.layout, digests[low:high], leaf.path, leaf.codec)
+            for plan, leaf, low, high in zip(arrays, leaves, ends[:-1], ends[1:], strict=True)
+        ]
     )
     return Manifest(entries, state.values, state.aliases, state.per_rank, state.attributes)
 
@@ -291,6 +294,8 @@ def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
 
 def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLeaf]) -> tuple[ValueEntry, ...]:
     """Drop an empty container of one rank where another rank has something in it."""
+    if not any(value.text in EMPTY_TEXTS for value in values):
+        return tuple(values)
     entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
     inner = {entry.path[:depth] for entry in entries if entry.path for depth in range(len(entry.path))}
     return tuple(v for v in values if v.path not in inner or v.text not in EMPTY_TEXTS)

@@ -14,6 +14,7 @@ from functional_ckpt.errors import (
     RankFailedError,
     StorageError,
     changed,
+    forget_locals,
     raise_problems,
 )
 from functional_ckpt.store.exchange import LocalExchange
@@ -160,8 +161,19 @@ def together(gather: Gather, function: Callable[[], T]) -> list[T]:
     try:
         mine = _Outcome(function(), ())
     except BaseException as error:
-        cause = error
-        mine = _Outcome(None, _portable(error))
+        forget_locals(error, "functional_ckpt")
+        cause, mine = error, _Outcome(None, _portable(error))
+    try:
+        return _outcomes(gather, mine, cause)
+    except BaseException as error:
+        forget_locals(error, "functional_ckpt")
+        raise
+    finally:
+        del cause, mine  # the error refers to this function
+
+
+def _outcomes(gather: Gather, mine: _Outcome, cause: BaseException | None) -> list[Any]:
+    """Return the results of all ranks, or raise; `cause` is why this rank has failed."""
     try:
         outcomes: list[_Outcome] = gather.all_gather(mine)
     except CheckpointError as error:

@@ -250,7 +250,7 @@ def _checked(written: Written, tracker: Tracker) -> Written:
     receipts = [written.receipts[(gather.rank + 1) % gather.size]]
     if not written.store.capabilities.sized:  # a listing has everything: it is asked for once
         receipts = [] if gather.rank else list(written.receipts)
-    _check_presence(written.store, written.manifest, receipts)
+    _check_presence(written.store, written.prepared.plan.arrays, receipts)
     return attrs.evolve(written, checked_s=time.monotonic())
 
 
@@ -332,14 +332,13 @@ def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> Chu
     return ChunkRows.joined(renumbered)
 
 
-def _check_presence(store: Store, manifest: Manifest, receipts: Sequence[Receipt]) -> None:
-    rows = (
-        (manifest.by_key[receipt.keys[array]], chunk)
-        for receipt in receipts
-        for array, chunk in zip(receipt.chunks.array.tolist(), receipt.chunks.chunk.tolist(), strict=True)
-    )
-    wanted = ((entry, entry.grid.index(chunk)) for entry, chunk in rows)
-    raise_problems(check_chunks(store, wanted, absent_chunks(store, manifest.arrays) if receipts else None))
+def _check_presence(store: Store, arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> None:
+    if not receipts:
+        return
+    rows = _all_chunks(arrays, receipts)
+    numbers = zip(rows.array.tolist(), rows.chunk.tolist(), strict=True)
+    wanted = [(arrays[number], arrays[number].grid.index(chunk)) for number, chunk in numbers]
+    raise_problems(check_chunks(store, wanted, absent_chunks(store, arrays)))
 
 
 def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class ShardSpec:
         return self.box, self.flat or (0, self.box.size)
 
 
-#: A `ShardSpec`, the same object for the same arguments: checked once, and compared at no cost.
+#: A `ShardSpec`, the same object for the same arguments: checked once, for the thousands that a state has.
 known_shard = lru_cache(maxsize=MAX_KNOWN)(ShardSpec)
 
 
@@ -299,7 +299,7 @@ def narrow_runs(shard: ShardSpec, axis: int, start: int, length: int) -> tuple[N
 
     Examples
     --------
-    >>> from functional_ckpt.spec.array import MAX_KNOWN, ArraySpec
+    >>> from functional_ckpt.spec.array import ArraySpec
     >>> w = ArraySpec("w", (2, 3), "int8")
     >>> for run in narrow_runs(ShardSpec(w, w.box, 0, (1, 6)), 1, 1, 2):
     ...     print(run.start, run.stop, run.shard.flat)

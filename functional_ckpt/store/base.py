@@ -148,6 +148,9 @@ class Store(Protocol):
     def read_by(self, count: int) -> "Store":
         """Return this store for `count` processes of this machine that read together: what one fetches, all have."""
 
+    def reading(self, count: int) -> "Store":
+        """Return this store for reading `count` objects at a time; one by itself may be worth several requests."""
+
     def unpin(self) -> None:
         """Close what `pinned` keeps open; nothing can be read after that."""
 

@@ -48,37 +48,37 @@ __all__ = [
 SMALL_CHUNK_NBYTES = 64 * 2**10
 
 
-def check_chunk(store: Store, entry: ArrayEntry, index: tuple[int, ...]) -> StorageError | None:
+def check_chunk(store: Store, entry: ArrayEntry | ArrayPlan, index: tuple[int, ...]) -> StorageError | None:
     """Return a problem if a chunk is missing or has a wrong size."""
     spec, layout = entry.spec, entry.layout
     try:
         found = store.nbytes_of(chunk_path(spec.key, index))
     except StorageError as error:
         return located(error, spec, layout, index)
-    raw = is_raw(layout)
-    most = layout.chunk_nbytes if raw else encoded_limit(layout)
-    if found == UNSIZED:
-        return None
-    return _bad_size(spec, layout, index, found) if found is None or found > most or (raw and found < most) else None
+    fits = found == layout.chunk_nbytes if is_raw(layout) else found is not None and found <= encoded_limit(layout)
+    return None if fits or found == UNSIZED else _bad_size(spec, layout, index, found)
 
 
 def check_chunks(
-    store: Store, wanted: Iterable[tuple[ArrayEntry, tuple[int, ...]]], absent: Collection[str] | None = None
+    store: Store,
+    wanted: Iterable[tuple[ArrayEntry | ArrayPlan, tuple[int, ...]]],
+    absent: Collection[str] | None = None,
 ) -> Iterator[StorageError]:
     """Yield a problem for each chunk that is missing, or has not its size where that costs little to know.
 
     Elsewhere those count as missing that `absent` names (see `absent_chunks`); without it, reading tells.
     """
     if store.capabilities.sized:
-        found = (check_chunk(store, entry, index) for entry, index in wanted)
-        yield from (problem for problem in found if problem is not None)
+        for entry, index in wanted:
+            if (problem := check_chunk(store, entry, index)) is not None:
+                yield problem
         return
     for entry, index in wanted if absent else ():
         if chunk_path(entry.spec.key, index) in (absent or ()):
             yield _bad_size(entry.spec, entry.layout, index, None)
 
 
-def absent_chunks(store: Store, entries: Iterable[ArrayEntry]) -> frozenset[str] | None:
+def absent_chunks(store: Store, entries: Iterable[ArrayEntry | ArrayPlan]) -> frozenset[str] | None:
     """Return the names of the chunks that one listing lacks; None where sizes cost little, or nothing is listed.
 
     Each of them is looked for once more: a server may list what was there a moment ago.

@@ -103,10 +103,11 @@ class Site:
 
     def store(self, sync: str = "none") -> Store:
         """Return the store to write to; in marker mode nothing is written there once the claim is gone."""
-        if self.mode == "rename":  # through a handle of the directory: the system finds it once, not for each file
+        # A handle of the directory: the system finds it once, not for each file; `syncfs` tells of errors since then.
+        if self.mode == "rename":
             return open_store(self.work_url, sync).pinned()
         guarded = open_store(self.url).capabilities.shared
-        return open_store(self.work_url, sync, claim_name(self.save_id) if guarded else None, self.access)
+        return open_store(self.work_url, sync, claim_name(self.save_id) if guarded else None, self.access).pinned()
 
 
 def begin(
@@ -395,5 +396,5 @@ def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
     # With one array of a type that stock zarr-python does not know, it could not open the group at all.
     if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
         return to_json(root)
-    members = b",".join(named_metadata(entry.spec, entry.layout) for entry in manifest.arrays)
-    return CONSOLIDATED + members + CONSOLIDATED_END + to_json(root)[1:]
+    members = b",".join([named_metadata(entry.spec, entry.layout) for entry in manifest.arrays])
+    return b"".join((CONSOLIDATED, members, CONSOLIDATED_END, to_json(root)[1:]))  # not +: megabytes, copied each time

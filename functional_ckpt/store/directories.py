@@ -143,13 +143,15 @@ def begin_sync(file: int) -> bool:
     return True
 
 
-def sync_file_system(path: Path) -> None:
-    """Sync the whole file system of `path`."""
+def sync_file_system(directory: int) -> None:
+    """Sync the whole file system of an open directory.
+
+    An error of the disk since it was opened is raised. One from before is not, if another program was told of it.
+    """
     if not hasattr(_libc(), "syncfs"):
         os.sync()
         return
-    with _opened(path) as file:
-        call_system("syncfs", file)
+    call_system("syncfs", directory)
 
 
 def exchange_paths(one: Path, other: Path) -> None:

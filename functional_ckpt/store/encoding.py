@@ -192,6 +192,7 @@ def is_raw(layout: Layout) -> bool:
     return not layout.codecs
 
 
+@lru_cache(maxsize=MAX_KNOWN)
 def array_metadata(spec: ArraySpec, layout: Layout) -> bytes:
     """Return the ``zarr.json`` of an array (sorted keys, no spaces).
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
+from math import ceil
 from threading import Lock
 from typing import Any
 
@@ -24,15 +25,24 @@ from functional_ckpt.store.zarr import refuse_forked
 
 __all__ = ["ObjectStore"]
 
-#: More than this is read by several requests at a time.
-_PART_NBYTES = 8 * 2**20
-#: So many of them for one object.
+#: So many requests at a time bring what this process can copy: connections to Amazon's S3 carry about 85 MB/s each.
+_STREAMS = 16
+#: At most so many of them are for one object,
 _PARTS = 4
+#: and each brings between so many bytes, if the object has them,
+_PART_NBYTES = 8 * 2**20
+#: and so many.
+_LARGEST_NBYTES = 32 * 2**20
+#: What a request brings is taken in blocks. Measured, for 1 GiB in objects of 32 MiB: taken whole, each by memory that
+#: is new to the process, they cost 2.4 CPU seconds; in blocks, whose memory is used again, 1.0.
+_BLOCK_NBYTES = 4 * 2**20
 #: What lies between two ranges is fetched with them if it is less: a request takes as long as so many bytes.
 _GAP_NBYTES = 2**20
 #: The generation, in TensorStore's words, of an object that is not there.
 _MISSING = b"\x02"
 _LONGEST_DELAY_S = 8.0
+#: Servers (TensorStore's words for them) that have said that they know no condition for writing over an object.
+_UNCONDITIONAL: set[str] = set()
 
 
 @attrs.define(eq=False)
@@ -51,7 +61,7 @@ class ObjectStore(WholeStore):
     """Objects under a prefix of a bucket. Each write is whole, and done when it returns; none replaces an object.
 
     Nothing is written any more once the claim `guard` is gone, as far as this rank has noticed: it looks every third of
-    a lease.
+    a lease. `reads` tells how many objects are read at a time: the fewer, the more requests for each.
 
     Examples
     --------
@@ -62,6 +72,7 @@ class ObjectStore(WholeStore):
     place: Place
     policy: StorePolicy = attrs.field(factory=StorePolicy)
     guard: str | None = None
+    reads: int = 1
     sync: str = attrs.field(default="none", init=False)
     _guarding: "_Guarding" = attrs.field(init=False, eq=False, repr=False, factory=lambda: _Guarding())
     _joiner: Joiner = attrs.field(init=False, eq=False, repr=False, factory=Joiner)
@@ -132,16 +143,23 @@ class ObjectStore(WholeStore):
         """
         if stamp is None:
             return self._created(name, self._kv().write(name, data, if_equal=_MISSING), lambda: data)
+        server = json.dumps({**self.place.spec(self.policy), "path": ""})
+        if server not in _UNCONDITIONAL:
+            try:
+                return self._replaced(name, data, stamp)
+            except StorageError as error:
+                if not knows_no_condition(error):
+                    raise
+                _UNCONDITIONAL.add(server)
+        # A server that knows no such condition: we look, and then write.
+        if self.stamp(name) != stamp:
+            return None
+        return self._wait("writing", name, self._kv().write(name, data)).generation
+
+    def _replaced(self, name: str, data: bytes, stamp: object) -> object:
+        """Write over an object by one conditional request, as `replace` does."""
         kv = self._kv()
-        try:
-            generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
-        except StorageError as error:
-            if not knows_no_condition(error):
-                raise
-            # A server that knows no such condition: we look, and then write.
-            if self.stamp(name) != stamp:
-                return None
-            return self._wait("writing", name, kv.write(name, data)).generation
+        generation = self._wait("writing", name, kv.write(name, data, if_equal=stamp)).generation
         if generation:
             return generation
         found = self._wait("reading", name, kv.read(name))  # the answer to our own request may have been lost
@@ -167,13 +185,17 @@ class ObjectStore(WholeStore):
         """Return `UNSIZED` if there is an object, or None."""
         return None if self.stamp(name) is None else UNSIZED
 
+    def reading(self, count: int) -> "ObjectStore":
+        """Return this store for reading `count` objects at a time."""
+        return attrs.evolve(self, reads=max(1, count))
+
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
-        """Read an object's head, large ones by several requests at a time."""
-        cuts = [(at, min(at + _PART_NBYTES, len(into))) for at in range(0, len(into), _PART_NBYTES)]
-        for (start, stop), data in zip(cuts, self._fetched(name, cuts), strict=True):
-            into[start:stop] = data
+        """Read an object's head, a large one by several requests at a time unless as many objects are read."""
+        for start, data in self._blocks(name, len(into)):
+            block = into[start : start + len(data)]
+            block[:] = data
             if each is not None:
-                each(into[start:stop])
+                each(block)
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
         """Read ranges of an object, and what lies between two of them if that is little."""
@@ -191,19 +213,26 @@ class ObjectStore(WholeStore):
                 position, start = next(todo, (-1, -1))
 
     def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
-        """Read an object's head part by part."""
-        for start in range(0, nbytes, _PART_NBYTES):
-            for data in self._fetched(name, [(start, min(start + _PART_NBYTES, nbytes))]):
-                each(data)
+        """Read an object's head block by block."""
+        for _, data in self._blocks(name, nbytes):
+            each(data)
 
-    def _fetched(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-        """Yield the bytes of spans in order; a few of them are on their way at a time.
+    def _blocks(self, name: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield the blocks of an object's head, each with where it begins."""
+        cuts = [(at, min(at + _BLOCK_NBYTES, nbytes)) for at in range(0, nbytes, _BLOCK_NBYTES)]
+        parts = min(_PARTS, -(-_STREAMS // self.reads))
+        wanted = min(max(nbytes / parts, _PART_NBYTES), _LARGEST_NBYTES)
+        for (start, _), data in zip(cuts, self._fetched(name, cuts, ceil(wanted / _BLOCK_NBYTES)), strict=True):
+            yield start, data
+
+    def _fetched(self, name: str, spans: Sequence[tuple[int, int]], together: int = 1) -> Iterator[memoryview]:
+        """Yield the bytes of spans in order, so many of them `together` by one request; a few are on their way.
 
         A server that answers a range as if it were all of the object (rclone) is asked for all of it.
         """
-        kv, whole = self._kv(), b""
-        todo = (kv.read(name, byte_range=slice(*span)) for span in spans)
-        for (start, stop), future in zip(spans, _ahead(todo, _PARTS), strict=True):
+        whole = b""
+        asked = _ahead(_asked(self._kv(), name, spans, together), _PARTS * together)
+        for (start, stop), future in zip(spans, asked, strict=True):
             if whole:
                 future.cancel()
                 yield memoryview(whole)[start:stop]
@@ -308,6 +337,14 @@ class ObjectStore(WholeStore):
             ) from None
         except (ValueError, RuntimeError) as error:
             raise explained(what, self._named(name), str(error)) from error
+
+
+def _asked(kv: Any, name: str, spans: Sequence[tuple[int, int]], together: int) -> Iterator[Any]:
+    """Yield what brings each of the spans, in order; `together` of them, which lie side by side, are one request."""
+    for at in range(0, len(spans), together):
+        with ts.Batch() as batch:
+            flying = [kv.read(name, byte_range=slice(*span), batch=batch) for span in spans[at : at + together]]
+        yield from flying
 
 
 def _ahead(futures: Iterable[Any], count: int) -> Iterator[Any]:

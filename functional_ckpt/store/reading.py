@@ -27,7 +27,7 @@ from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, manifes
 from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
-from functional_ckpt.store.work import Work, at_once, run_all
+from functional_ckpt.store.work import Work, at_once, most_at_once, run_all
 
 __all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify"]
 
@@ -242,7 +242,9 @@ def verify(
         If the checkpoint was replaced meanwhile.
     """
     opened = Opened.at(path, store)
-    found_in, manifest = opened.store, opened.manifest
+    manifest, concurrency = opened.manifest, opened.store.capabilities.concurrency
+    held = (decoding_nbytes(entry.layout) for entry in manifest.arrays for _ in range(entry.grid.size))
+    found_in = opened.store.reading(most_at_once(held, GIB, concurrency))
     work = [Work(0, lambda: _root_problem(found_in, manifest), 0)]
     work += [w for entry in manifest.arrays for w in _checks(found_in, entry)]
     done: list[int] = []
@@ -256,7 +258,7 @@ def verify(
         return Count("read", sum(done), manifest.nbytes)
 
     with displayed(f"verifying {found_in.url.rpartition('/')[2]!r}", now, bar=on_bytes is None):
-        found = run_all(work, GIB, count, found_in.capabilities.concurrency)
+        found = run_all(work, GIB, count, concurrency)
     problems = tuple(p for p in found if isinstance(p, CheckpointError))
     if problems and not opened.is_there():
         opened.check()

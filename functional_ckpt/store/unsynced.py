@@ -68,6 +68,19 @@ class Unsynced:
         self._files.append((name, file))
         return True
 
+    def give_back(self) -> bool:
+        """Sync and close the files that are kept; return False if there are none.
+
+        Raises
+        ------
+        StorageError
+            Naming the file that the disk has not got.
+        """
+        if not self._files:
+            return False
+        self._sync(0)
+        return True
+
     def _sync(self, left: int) -> None:
         """Sync the oldest files, but for `left` of them."""
         while len(self._files) > left:

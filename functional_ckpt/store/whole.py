@@ -144,6 +144,10 @@ class WholeStore:
         """Return the store itself: what one process fetches, others do not have."""
         return self
 
+    def reading(self, count: int) -> Any:
+        """Return the store itself, which reads one object like many."""
+        return self
+
     def unpin(self) -> None:
         """Do nothing."""
 

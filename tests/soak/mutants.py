@@ -16,6 +16,7 @@ from tests.soak.copies import COPIES
 from tests.soak.files import FILES
 from tests.soak.halves_mutants import HALVES
 from tests.soak.mutant import Mutant
+from tests.soak.objects import OBJECTS
 from tests.soak.reads import READS
 from tests.soak.remembered import REMEMBERED
 from tests.soak.syncs import SYNCS
@@ -34,86 +35,11 @@ MUTANTS = (
     *REMEMBERED,
     *HALVES,
     *READS,
+    *OBJECTS,
     Mutant(
         "a rank that has died before it connected is waited for", "torch/group/lane.py",
         "            lost = self._lane.ended(awaited)", "            lost = None",
         ("tests/test_wires.py", "-k", "dies_before"),
-    ),
-    Mutant(
-        "an object of a store is written without a condition", "store/object_store.py",
-        "write(name, joined(parts, nbytes), if_equal=_MISSING)", "write(name, joined(parts, nbytes))",
-        ("tests/stores/test_savers.py", "-k", "came_meanwhile or never_replaced"),
-    ),
-    Mutant(
-        "a large object of a store is written without a condition", "store/object_store.py",
-        "lambda data: kv.write(name, data, if_equal=_MISSING)", "lambda data: kv.write(name, data)",
-        ("tests/stores/test_savers.py", "-k", "never_replaced"),
-    ),
-    Mutant(
-        "a claim is written without a condition", "store/object_store.py",
-        "write(name, data, if_equal=_MISSING), lambda: data)", "write(name, data), lambda: data)",
-        ("tests/stores/test_savers.py", "-k", "never_replaced"),
-    ),
-    Mutant(
-        "large objects are handed over by many threads, each of which keeps memory", "store/object_store.py",
-        "self._joiner.passed(parts, nbytes, lambda data: kv.write(name, data, if_equal=_MISSING))",
-        "kv.write(name, joined(parts, nbytes), if_equal=_MISSING)",
-        ("tests/stores/test_objects.py", "-k", "handed_over"),
-    ),
-    Mutant(
-        "a server is not asked whether it heeds conditions", "store/lease.py",
-        "if self._store.alone or self._store.refuses(", "if True or self._store.refuses(",
-        ("tests/stores/test_savers.py", "-k", "ignores_conditions"),
-    ),
-    Mutant(
-        "a root stays though its claim was taken over", "store/commit.py",
-        "        if stands():", "        if stands() or store:",
-        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
-    ),
-    Mutant(
-        "a claim in an object store is not renewed", "store/lease.py",
-        "self._stop.wait(self._store.lease_s / 3)", "self._stop.wait(3600)",
-        ("tests/stores/test_savers.py", "-k", "live_save"),
-    ),
-    Mutant(
-        "a root that is on its way is not waited for", "store/lease.py",
-        "    if content.get(_PUBLISHING):", "    if not content:",
-        ("tests/stores/test_savers.py", "-k", "on_its_way"),
-    ),
-    Mutant(
-        "a chunk that is on its way is not waited for", "store/lease.py",
-        "min(_LATE_S, _lease_of(content) / 3) if content.get(\"nodes\") else 0.0", "0.0",
-        ("tests/stores/test_savers.py", "-k", "on_its_way"),
-    ),
-    Mutant(
-        "claims are deleted with what they name", "store/sweep.py",
-        "store.delete([name for name in names if name not in signs])", "store.delete(names)",
-        ("tests/stores/test_savers.py", "-k", "half_way"),
-    ),
-    Mutant(
-        "a request that was repeated is taken for another's object, or the reverse", "store/object_store.py",
-        "if found.value != content():", "if not found.value:",
-        ("tests/stores/test_savers.py", "-k", "never_replaced"),
-    ),
-    Mutant(
-        "chunks are removed under a root that may come", "run/saving.py",
-        "_is_any(error, OutcomeUnknownError)", "_is_any(error, SaveCancelledError)",
-        ("tests/stores/test_faults.py", "-k", "too_late"),
-    ),
-    Mutant(
-        "what a slow saver leaves is not named", "store/lease.py",
-        "        store.publish(name + ABANDONED, taken)", "        del taken",
-        ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
-    ),
-    Mutant(
-        "a rank writes on though its save was given up", "store/whole.py",
-        "if data is None or is_taken(data):", "if data is not None and is_taken(data):",
-        ("tests/stores/test_savers.py", "-k", "given_up"),
-    ),
-    Mutant(
-        "requests of a store hold more than the budget", "store/work.py",
-        "self._changed.wait_for(lambda: self._free >= nbytes)", "self._free += 0",
-        ("tests/stores/test_work.py",),
     ),
     Mutant(
         "a rank looks at its own files instead of its neighbour's", "run/saving.py",

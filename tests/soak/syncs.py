@@ -68,6 +68,15 @@ SYNCS = (
         ("tests/test_syncs.py",),
     ),
     Mutant(
+        "files that are kept open use up the descriptors", "store/files.py",
+        "or not self._unsynced.give_back():", "or name:", ("tests/test_syncs.py", "-k", "descriptors"),
+    ),
+    Mutant(
+        "a file system is synced through a handle that knows of no earlier error", "store/files.py",
+        "sync_file_system(self._at.file)", "sync_file_system(os.open(self.root, _READ))",
+        ("tests/test_syncs.py", "-k", "handle"),
+    ),
+    Mutant(
         "each rank fetches its own columns", "store/readahead.py",
         "len(starts) * nbytes * readers >= span:", "len(starts) * nbytes >= span:",
         ("tests/test_readahead.py",),

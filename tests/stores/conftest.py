@@ -12,6 +12,10 @@ from tests.stores.servers import HEEDLESS, STARTERS
 
 _NAMES = os.environ.get("FUNCTIONAL_CKPT_STORES", "small").split(",")
 _NUMBERS = itertools.count()
+# Faults are tried at every so many requests; `tox -e stores` sets 1.
+STEP = int(os.environ.get("FUNCTIONAL_CKPT_STEP", "9"))
+#: One that takes ten times as long for each request as the others, and has no conditions that the others have not.
+_SLOW = {"swift": 9}
 
 
 @attrs.frozen
@@ -25,15 +29,20 @@ class Server:
     def heeds_conditions(self):
         return self.name not in HEEDLESS
 
+    @property
+    def step(self):
+        """At every how many requests faults are tried."""
+        return max(STEP, _SLOW.get(self.name, 1))
+
     def access(self, **more):
-        options = {"retries": 2, "retry_delay_s": 0.01, "timeout_s": 20, "lease_s": 0.5, "endpoint": self.proxy.url}
+        options = {"retries": 2, "retry_delay_s": 0.01, "timeout_s": 120, "lease_s": 0.5, "endpoint": self.proxy.url}
         return StorePolicy(**{**options, "alone": not self.heeds_conditions, **more})
 
     def saving(self, **more):
-        return SavePolicy(store=self.access(), timeout_s=60, **more)
+        return SavePolicy(store=self.access(), timeout_s=300, **more)
 
     def loading(self, **more):
-        return LoadPolicy(store=self.access(), timeout_s=60, **more)
+        return LoadPolicy(store=self.access(), timeout_s=300, **more)
 
 
 @pytest.fixture(scope="session", params=_NAMES)

@@ -1,6 +1,6 @@
 """A proxy in front of an object store on 127.0.0.1: it counts requests, adds latency, and goes wrong as it is told.
 
-Faults, by name: ``503`` (SlowDown, not forwarded), ``500``, ``403``, ``expired`` (403 of an expired token),
+Faults, by name: ``503`` (SlowDown, not forwarded), ``500``, ``501``, ``403``, ``expired`` (403 of an expired token),
 ``nobucket`` (404), ``region`` (400) and ``elsewhere`` (301: the bucket is in another region), ``reset`` (the connection
 is cut before the server sees the request), ``lost`` (cut after the server has done it, before it is told), ``torn``
 (cut in the middle of the answer), ``hang`` (never answered), ``late:S`` (forwarded after S seconds, whether the client
@@ -21,6 +21,7 @@ _ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>{
 _ANSWERS = {
     "503": (503, "SlowDown"),
     "500": (500, "InternalError"),
+    "501": (501, "NotImplemented"),
     "403": (403, "AccessDenied"),
     "expired": (403, "ExpiredToken"),
     "nobucket": (404, "NoSuchBucket"),
@@ -39,6 +40,8 @@ class Request:
     target: str
     conditional: bool
     nbytes: int
+    #: Whether it writes over an object on a condition, by S3's API.
+    replaces: bool = False
 
     @property
     def path(self):
@@ -142,7 +145,8 @@ class Proxy:
         with self._lock:
             conditional = any(words in lower for words in (b"\r\nif-match:", b"\r\nif-none-match:", b"ifgenerationm"))
             method, target = _as_s3(method, target)
-            request = Request(len(self.requests), method, target, conditional, nbytes)
+            replaces = b"\r\nif-match:" in lower
+            request = Request(len(self.requests), method, target, conditional, nbytes, replaces)
             self.requests.append(request)
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -184,9 +188,9 @@ def _body(head, stream):
 
 
 def _answer(status, code, method):
-    body = b"" if method == "HEAD" else _ERROR.format(code, "injected").encode()
+    body = b"" if method == "HEAD" else _ERROR.format(code, "injected into request 501").encode()
     reason = {301: "Moved Permanently", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
-              500: "Internal Server Error", 503: "Slow Down"}[status]  # fmt: skip
+              500: "Internal Server Error", 501: "Not Implemented", 503: "Slow Down"}[status]  # fmt: skip
     return (
         f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body

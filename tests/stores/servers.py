@@ -14,12 +14,12 @@ from pathlib import Path
 from tests.stores.small import BUCKET, SmallServer
 
 
-def _free_port():
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as found:
         return found.getsockname()[1]
 
 
-def _program(name):
+def program(name):
     """Return a program of the environment that runs the tests, or of those that are named for it."""
     for place in (*os.environ.get("FUNCTIONAL_CKPT_SERVERS", "").split(":"), os.path.dirname(sys.executable)):
         if place and os.path.exists(os.path.join(place, name)):
@@ -56,8 +56,8 @@ def small(_):
 
 @contextlib.contextmanager
 def moto(place):
-    port = _free_port()
-    command = [_program("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    port = free_port()
+    command = [program("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     with _running(command, port, place / "moto.log"):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
         urllib.request.urlopen(request).read()
@@ -66,10 +66,10 @@ def moto(place):
 
 @contextlib.contextmanager
 def rclone(place):
-    port = _free_port()
+    port = free_port()
     (place / "rclone" / BUCKET).mkdir(parents=True)
     command = [
-        _program("rclone"), "serve", "s3", "--auth-key", "test:tester,testing", "--addr", f"127.0.0.1:{port}",
+        program("rclone"), "serve", "s3", "--auth-key", "test:tester,testing", "--addr", f"127.0.0.1:{port}",
         "--vfs-cache-mode", "writes", "--cache-dir", str(place / "cache"), str(place / "rclone"),
     ]  # fmt: skip
     with _running(command, port, place / "rclone.log"):
@@ -79,10 +79,10 @@ def rclone(place):
 @contextlib.contextmanager
 def swift(place):
     """OpenStack Swift behind its s3api: one device, four processes."""
-    ports = {"account": _free_port(), "container": _free_port(), "object": _free_port()}
-    proxy = _free_port()
+    ports = {"account": free_port(), "container": free_port(), "object": free_port()}
+    proxy = free_port()
     (place / "node" / "sda").mkdir(parents=True)
-    builder = _program("swift-ring-builder")
+    builder = program("swift-ring-builder")
     for name, port in ports.items():
         ring = [builder, str(place / f"{name}.builder")]
         for words in (("create", "4", "1", "0"), ("add", f"r1z1-127.0.0.1:{port}/sda", "1"), ("rebalance",)):
@@ -96,7 +96,7 @@ def swift(place):
                 f"devices = {place}/node\nmount_check = false\nworkers = 0\n[pipeline:main]\npipeline = {name}-server\n"
                 f"[app:{name}-server]\nuse = egg:swift#{name}\n"
             )
-            command = [_program(f"swift-{name}-server"), str(place / f"{name}.conf")]
+            command = [program(f"swift-{name}-server"), str(place / f"{name}.conf")]
             running.enter_context(_running(command, port, place / f"{name}.log"))
         filters = [
             "catch_errors",
@@ -114,11 +114,13 @@ def swift(place):
             f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {proxy}\nuser = {user}\nswift_dir = {place}\nworkers = 0\n"
             f"[pipeline:main]\npipeline = {' '.join(filters)} proxy-server\n"
             "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n"
+            # On a loaded machine it would give its only device up for a minute, and say that there is no bucket.
+            "conn_timeout = 60\nnode_timeout = 60\nrecoverable_node_timeout = 60\nerror_suppression_limit = 1000000\n"
             + "".join(f"[filter:{name}]\nuse = egg:swift#{name.replace('cache', 'memcache')}\n" for name in filters
                       if name != "tempauth")
             + "[filter:tempauth]\nuse = egg:swift#tempauth\nuser_test_tester = testing .admin\n"
         )  # fmt: skip
-        command = [_program("swift-proxy-server"), str(place / "proxy.conf")]
+        command = [program("swift-proxy-server"), str(place / "proxy.conf")]
         running.enter_context(_running(command, proxy, place / "proxy.log"))
         import boto3
 

@@ -4,7 +4,6 @@ Whatever happens: one clear error or none, what is published is whole, nothing i
 answer to the very last requests was lost, and the next save works.
 """
 
-import os
 import random
 import re
 import socket
@@ -30,10 +29,9 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
+from tests.stores.conftest import STEP
 from tests.stores.proxy import FAULTS
 
-# `tox -e stores` tries every request; CI every few.
-_STEP = int(os.environ.get("FUNCTIONAL_CKPT_STEP", "9"))
 _CHUNKED = LayoutPolicy(target_chunk_nbytes=2**10, min_chunk_nbytes=2**8)
 
 
@@ -90,7 +88,7 @@ def check_after(server, url, error):
 def test_one_request_of_a_save_goes_wrong(server, url, fault):
     """Once: what is worth another try is tried again, and the save goes through; a refusal is told."""
     total = len(requests_of(server, url))
-    for number in range(0, total, _STEP):
+    for number in range(0, total, server.step):
         place = f"{url}-{number}"
         server.proxy.reset(lambda request, at=number: fault if request.number == at else None)
         error = error_of_save(server, place)
@@ -102,7 +100,7 @@ def test_one_request_of_a_save_goes_wrong(server, url, fault):
 def test_all_requests_from_one_on_go_wrong(server, url, fault):
     """A server that throttles for good, credentials that expire, a server that dies: one error, with a remedy."""
     total = len(requests_of(server, url))
-    for number in range(0, total, _STEP):
+    for number in range(0, total, server.step):
         place = f"{url}-{number}"
         server.proxy.reset(lambda request, at=number: fault if request.number >= at else None)
         error = error_of_save(server, place)
@@ -114,7 +112,7 @@ def test_all_requests_from_one_on_go_wrong(server, url, fault):
 
 def test_requests_go_wrong_at_random(server, url):
     chance = random.Random(20)
-    for round_ in range(4 if _STEP > 1 else 40):
+    for round_ in range(4 if server.step > 1 else 40):
         place = f"{url}-{round_}"
         server.proxy.reset(lambda _: chance.choice(["503", "reset", "lost", "torn"]) if chance.random() < 0.1 else None)
         error = error_of_save(server, place)
@@ -163,6 +161,35 @@ def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
     assert outcome(server, url) == 2
 
 
+def test_a_root_whose_answers_are_all_lost_is_published(server, url):
+    """All requests for it have arrived, no answer has come: who looks finds it there, as it was sent."""
+    server.proxy.reset(lambda r: "lost" if r.method == "PUT" and r.path.endswith("1/zarr.json") else None)
+    save(state(2), url, policy=server.saving(layout=_CHUNKED))
+    assert outcome(server, url) == 2
+
+
+def test_a_renewal_whose_answer_is_lost_is_ours(server, url):
+    """Each time that the claim is written: made, tried, renewed with the names of nodes, before the root and after."""
+    total = sum(map(_is_claim, requests_of(server, url)))
+    assert total >= 5 - (not server.heeds_conditions)  # who is alone does not try
+    for number in range(total):
+        left = [number]
+
+        def fault(request, left=left):
+            if not _is_claim(request):
+                return None
+            left[0] -= 1
+            return "lost" if left[0] == -1 else None
+
+        server.proxy.reset(fault)
+        save(state(2), f"{url}-{number}", policy=server.saving(layout=_CHUNKED))
+        assert outcome(server, f"{url}-{number}") == 2
+
+
+def _is_claim(request):
+    return request.method == "PUT" and request.path.endswith(".claim")
+
+
 def four_ranks(server, place):
     """Save a state of four ranks; return what each returned or raised."""
     spec = ArraySpec("w", (64,), "float32")
@@ -173,7 +200,7 @@ def four_ranks(server, place):
         leaf = LocalShards(ShardSpec(spec, box), np.arange(gather.rank * 16, gather.rank * 16 + 16, dtype="f4"))
         return save({"w": leaf}, place, policy=server.saving(layout=layout), process_group=gather)
 
-    return try_ranks(4, run)
+    return try_ranks(4, run, timeout_s=300)
 
 
 # What each of them says to do, as far as a HEAD request, which has no body, lets it be known.
@@ -282,7 +309,7 @@ def test_kills_at_each_request_lose_nothing(server, url):
     `tox -e stores` tries each: about a hundred kills for each server.
     """
     total = len(requests_of(server, url, LayoutPolicy(target_chunk_nbytes=2**6, min_chunk_nbytes=2**4)))
-    kills = [(number, after) for number in range(total) for after in (False, True)][:: 25 if _STEP > 1 else 1]
+    kills = [(number, after) for number in range(total) for after in (False, True)][:: 25 if STEP > 1 else 1]
     assert total > 45
     for number, after in kills:
         place = f"{url}-{number}-{after}"

@@ -24,11 +24,13 @@ from functional_ckpt.errors import CheckpointError, CorruptionError, NotACheckpo
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.store import object_store
 from functional_ckpt.store.base import UNSIZED
 from functional_ckpt.store.joiner import REUSED_NBYTES
 from functional_ckpt.store.object_store import ObjectStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
+from functional_ckpt.store.work import COPIES
 from functional_ckpt.testing.simulate import run_ranks
 from tests.pages import shown
 
@@ -96,6 +98,7 @@ def test_codecs_ranks_and_the_background(server, url):
 
 def test_requests_are_chunks_arrays_and_a_constant(server, url):
     """A save writes each chunk and each array's metadata once; a load reads each chunk once."""
+    save({"step": 1}, url + "-first", policy=server.saving())  # tells whether the server knows all conditions
     counts = {}
     for arrays in (4, 24):
         state = {f"a{i}": np.ones((4, 512), "f4") for i in range(arrays)}
@@ -107,8 +110,8 @@ def test_requests_are_chunks_arrays_and_a_constant(server, url):
             counts[what, arrays] = len(server.proxy.requests)
     assert counts["save", 24] - counts["save", 4] == 20 * (4 + 1)
     assert counts["load", 24] - counts["load", 4] == 20 * 4
-    # Swift knows no condition for writing over an object: each of three renewals is tried, looked up, and written.
-    assert counts["save", 4] - 4 * 5 <= 13 + 6 * (server.name == "swift")
+    # Swift knows no condition for writing over an object: before each of three renewals we look.
+    assert counts["save", 4] - 4 * 5 <= 13 + 3 * (server.name == "swift")
     assert counts["load", 4] - 4 * 4 <= 5
 
 
@@ -118,22 +121,22 @@ def _listings(server):
 
 def test_one_listing_of_a_load_and_each_chunk_read_once(server, url):
     """By one rank for all, however many ranks want parts of a chunk, unless the policy says otherwise."""
-    rows = ArraySpec("w", (64, 8), "float32")
-    whole = np.arange(512, dtype="f4").reshape(64, 8)
-    layout = LayoutPolicy(target_chunk_nbytes=2**9, min_chunk_nbytes=2**8)
+    rows = ArraySpec("w", (64, 512), "float32")
+    whole = np.arange(2**15, dtype="f4").reshape(64, 512)
+    layout = LayoutPolicy(target_chunk_nbytes=2**15, min_chunk_nbytes=2**14)
     save({"w": whole, "long": "x" * 70_000, "longer": "y" * 80_000}, url, policy=server.saving(layout=layout))
     chunks = [name for name in names(url, server.access()) if "/c." in name]
     assert len([name for name in chunks if name.startswith("w/")]) == 4
 
     def columns(gather, **more):
-        box = Box((0, gather.rank * 2), (64, gather.rank * 2 + 2))
-        like = {"w": LocalShards(ShardSpec(rows, box), np.zeros((64, 2), "f4")), "long": "", "longer": ""}
+        box = Box((0, gather.rank * 128), (64, gather.rank * 128 + 128))
+        like = {"w": LocalShards(ShardSpec(rows, box), np.zeros((64, 128), "f4")), "long": "", "longer": ""}
         found = load(like, url, policy=server.loading(**more), process_group=gather)
-        return np.array_equal(found["w"].data[0], whole[:, gather.rank * 2 : gather.rank * 2 + 2])
+        return np.array_equal(found["w"].data[0], whole[box.slices])
 
-    for more, reads in (({}, 4), ({"read_once": False}, 16), ({"budget_nbytes": 600}, 16)):
+    for more, reads in (({}, 4), ({"read_once": False}, 16), ({"budget_nbytes": 40_000}, 16)):
         server.proxy.reset()
-        assert run_ranks(4, lambda gather, more=more: columns(gather, **more)) == [True] * 4
+        assert run_ranks(4, lambda gather, more=more: columns(gather, **more), timeout_s=300) == [True] * 4
         assert _listings(server) == 1
         assert sum("/w/c." in request.target for request in server.proxy.requests) == reads
     server.proxy.reset()
@@ -197,6 +200,8 @@ def _ends_with(method, *names):
 )
 def test_requests_that_need_nothing_of_one_another_go_together(server, url, count, is_one):
     """None of these is answered before all of them have come."""
+    if is_one is _is_listing_or_second_claim and not server.heeds_conditions:
+        pytest.skip("who is alone does not try a second time")
     barrier, came, met = threading.Barrier(count), [], []
 
     def meet(request):
@@ -213,11 +218,11 @@ def test_requests_that_need_nothing_of_one_another_go_together(server, url, coun
 
 
 def test_chunks_in_flight_keep_to_the_budget(server, url):
-    """No queue grows: no more chunks are on their way than the budget holds three times."""
+    """No queue grows: no more chunks are on their way than the budget holds twice."""
     server.proxy.latency_s = 0.02
     state = {"w": np.zeros((16, 2**14), "f4")}
     layout = LayoutPolicy(target_chunk_nbytes=2**16, min_chunk_nbytes=2**16)
-    budget_nbytes = 4 * 3 * 2**16
+    budget_nbytes = 4 * COPIES * 2**16
     save(state, url, policy=server.saving(layout=layout, budget_nbytes=budget_nbytes))
     assert 1 < server.proxy.most_in_flight <= 4 + 2  # and metadata, and the renewal of the claim
     server.proxy.reset()
@@ -248,6 +253,25 @@ def test_large_objects_are_handed_over_by_one_thread(server, url, monkeypatch):
     assert len({*threads}) == 1
     loaded = load({key: np.zeros_like(value) for key, value in state.items()}, url, policy=server.loading())
     assert all(np.array_equal(loaded[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize(("count", "budget", "each"), [(1, 2**30, 4), (8, 2**30, 2), (16, 2**30, 1), (16, 2**19, 4)])
+def test_a_chunk_is_as_many_requests_as_keep_the_server_busy(server, url, monkeypatch, count, budget, each):
+    """One if many chunks are read at a time; several if there are few, or the budget holds few."""
+    for name, nbytes in (("_BLOCK", 2**14), ("_PART", 2**15), ("_LARGEST", 2**17)):
+        monkeypatch.setattr(object_store, f"{name}_NBYTES", nbytes)
+    layout = LayoutPolicy(target_chunk_nbytes=2**17, min_chunk_nbytes=2**17)
+    state = {"w": np.arange(count * 2**15, dtype="f4").reshape(count, 2**15)}
+    save(state, url, policy=server.saving(layout=layout))
+    server.proxy.reset()
+    loaded = load({"w": np.zeros_like(state["w"])}, url, policy=server.loading(budget_nbytes=budget))
+    assert np.array_equal(loaded["w"], state["w"])
+    found = sum("/w/c." in request.target for request in server.proxy.requests)
+    assert server.name == "rclone" or found == count * each  # it answers a range as if it were all of the object
+    server.proxy.reset()
+    assert verify(url, store=server.access()).ok
+    found = sum("/w/c." in request.target for request in server.proxy.requests)
+    assert server.name == "rclone" or found == count + min(count * 4, 16)  # each is looked at first
 
 
 def test_a_large_chunk_is_read_by_ranges_in_parallel(server, url):

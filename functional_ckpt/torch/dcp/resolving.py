@@ -126,7 +126,7 @@ class PlannedBuffer:
         """Return who copies the tensor to the host."""
         return self._now().copier()
 
-    def memory(self) -> tuple[Hashable, View]:
+    def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is now."""
         return self._now().memory()
 
@@ -170,7 +170,8 @@ def is_stock(planner: Any, kind: type, names: Sequence[str]) -> bool:
     """
     theirs = [getattr(kind, name, None) for name in names]
     own = [getattr(getattr(planner, name, None), "__func__", None) for name in names]
-    return own == theirs and all(_file_of(method) == _file_of(vars(kind).get("__init__")) is not None for method in theirs)
+    file = _file_of(vars(kind).get("__init__"))
+    return own == theirs and file is not None and all(_file_of(method) == file for method in theirs)
 
 
 def _file_of(function: Any) -> str | None:

@@ -18,7 +18,7 @@ from functional_ckpt.errors import (
 )
 from functional_ckpt.run.comm import TIMEOUT_S, Gather, agree, turn_of
 from functional_ckpt.store.access import StorePolicy
-from functional_ckpt.store.base import storage_errors
+from functional_ckpt.store.base import Store, storage_errors
 from functional_ckpt.store.opening import directory_of, open_store
 from functional_ckpt.torch.group.link import torch_gather
 from functional_ckpt.torch.megatron.choice import (
@@ -141,7 +141,8 @@ def save(
         held = None
         if validate_access_integrity:
             held = check_integrity(parts.sharded, parts.common, gather, preprocess_common_before_consistancy_check)
-        agree(gather, lambda: _clear(checkpoint_dir, sharded_saver.backend, access, gather.rank == 0))
+        # Once: a relative path may mean another place when the save ends.
+        store = agree(gather, lambda: _cleared(checkpoint_dir, sharded_saver.backend, access, gather.rank == 0))
         common_saver.save_common(parts.common, checkpoint_dir)
         sharded = parts.sharded
         if not sharded_saver.can_handle_sharded_objects:
@@ -153,7 +154,7 @@ def save(
 
         def finish() -> None:
             if gather.rank == 0:
-                write_config(config, open_store(checkpoint_dir, access=access))
+                write_config(config, store)
 
         if async_sharded_save and isinstance(sharded_saver, AsyncSaveShardedStrategy):
             with knowing(sharded_saver, held):
@@ -372,11 +373,11 @@ def _require_root(checkpoint_dir: str | Path, root: bytes | None, access: StoreP
         )
 
 
-def _clear(checkpoint_dir: str | Path, backend: str, access: StorePolicy, coordinates: bool) -> None:
-    """Create the directory, or invalidate the checkpoint in it; raise if that has another format."""
-    if not coordinates:
-        return
+def _cleared(checkpoint_dir: str | Path, backend: str, access: StorePolicy, coordinates: bool) -> Store:
+    """Create the directory, or invalidate the checkpoint in it; raise if that has another format. Return its store."""
     store, directory = open_store(checkpoint_dir, access=access), directory_of(checkpoint_dir)
+    if not coordinates:
+        return store
     try:
         found = read_config(store)
     except CorruptionError:  # damaged: no valid checkpoint
@@ -393,3 +394,4 @@ def _clear(checkpoint_dir: str | Path, backend: str, access: StorePolicy, coordi
         with storage_errors("creating the directory to save to", store.url):
             directory.mkdir(parents=True, exist_ok=True)
     make_way(checkpoint_dir, access=access)
+    return store

@@ -1,6 +1,6 @@
 """Wrappers that spread writing and reading over the ranks that hold copies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from functional_ckpt.errors import PolicyError
+from functional_ckpt.plan.fingerprint import fingerprint
 from functional_ckpt.run.comm import TIMEOUT_S, Gather, agree, together
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.table import ShardTable
@@ -40,7 +41,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     parallelization_group
         Ranks that hold copies of one another's shards; None for the default group.
     do_cache_distribution
-        Assign once; later saves must have the same shards.
+        Assign once, and again when any rank of the group has other shards than then.
 
     Examples
     --------
@@ -59,6 +60,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         #: The cached places of the shards that this rank writes; None before the first save.
         self.cached_distribution: frozenset[Any] | None = None
         self._gathered: Sequence[ShardTable] | None = None
+        #: A digest of the shards of all ranks for which the places were cached.
+        self._cached_world = b""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -90,11 +93,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             On every rank of the group, if any rank has a leaf whose fields contradict each other.
         """
         gather = torch_gather(self.parallelization_group, TIMEOUT_S, "deal", "FullyParallelSaveStrategyWrapper")
-        mine = self.cached_distribution if self.do_cache_distribution else None
-        if mine is None:
-            mine = _dealt(self._held(sharded_state_dict, gather), gather.rank)
-            self.cached_distribution = mine if self.do_cache_distribution else None
-        left = set(mine)
+        left = set(self._assigned(sharded_state_dict, gather))
 
         def relabelled(leaf: Any) -> Any:
             if not is_tensor(leaf):
@@ -108,16 +107,29 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
         return agree(gather, lambda: map_leaves(relabelled, sharded_state_dict))
 
-    def _held(self, sharded_state_dict: ShardedStateDict, gather: Gather) -> Sequence[ShardTable]:
+    def _assigned(self, sharded_state_dict: ShardedStateDict, gather: Gather) -> frozenset[Any]:
+        """Return the places of the shards that this rank writes; those cached, if all ranks hold what they held."""
+        if not self.do_cache_distribution:
+            return _dealt(self._held(lambda: _table(sharded_state_dict, gather.rank), gather), gather.rank)
+        mine: list[ShardTable] = []
+
+        def describe() -> tuple[bytes, bytes]:
+            mine.append(_table(sharded_state_dict, gather.rank))
+            return fingerprint(mine[0]), b"" if self.cached_distribution is None else self._cached_world
+
+        proposals = together(gather, describe)
+        world = fingerprint(tuple(each for each, _ in proposals))
+        # If one rank does not remember this world, all deal anew: else it would wait for shards that no rank sends.
+        if self.cached_distribution is None or any(known != world for _, known in proposals):
+            self.cached_distribution = _dealt(self._held(lambda: mine[0], gather), gather.rank)
+            self._cached_world = world
+        return self.cached_distribution
+
+    def _held(self, describe: Callable[[], ShardTable], gather: Gather) -> Sequence[ShardTable]:
         """Return the shards that each rank of the group holds, from `knowing` if possible."""
         if self._gathered is not None:
             members: Sequence[int] = getattr(gather, "members", None) or range(gather.size)
             return [self._gathered[number] for number in members]
-
-        def describe() -> ShardTable:
-            specs = [as_tensor(leaf).spec for leaf in leaves_of(sharded_state_dict) if is_tensor(leaf)]
-            return ShardTable.of(gather.rank, specs)
-
         return together(gather, describe)
 
 
@@ -139,6 +151,11 @@ def knowing(strategy: SaveShardedStrategy, gathered: Sequence[ShardTable] | None
         yield
     finally:
         strategy._gathered = None
+
+
+def _table(sharded_state_dict: ShardedStateDict, rank: int) -> ShardTable:
+    specs = [as_tensor(leaf).spec for leaf in leaves_of(sharded_state_dict) if is_tensor(leaf)]
+    return ShardTable.of(rank, specs)
 
 
 def _place(shard: ShardSpec) -> Any:

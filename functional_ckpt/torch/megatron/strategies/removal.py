@@ -113,10 +113,11 @@ def _replace(
             for old, new in moved.items():
                 _link_tree(final / old, work / new, {ROOT})
             # Links are new names in many new directories: syncing the whole file system is faster.
-            store = FileStore(work, "syncfs")
+            store = FileStore(work, "syncfs").pinned()
             for name, data in files.items():
                 store.create(name, [memoryview(data)], len(data))
             store.flush()
+            store.unpin()
             if identity_of(final) != seen:
                 raise AlreadyExistsError(
                     "another checkpoint was saved here meanwhile", path=str(final), remedy="Remove from that one"
