@@ -15,7 +15,7 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError, Unsupporte
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
-from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
+from functional_ckpt.spec.array import ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
@@ -25,51 +25,10 @@ from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import copier_of
+from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, host_view, to_torch
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
-__all__ = [
-    "DTYPE_NAMES",
-    "TORCH_DTYPES",
-    "TORCH_LEAVES",
-    "DeviceBuffer",
-    "TorchLeaves",
-    "fillable",
-    "host_view",
-    "to_torch",
-]
-
-#: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def host_view(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor's memory as a numpy array, of any strides, with an ml_dtypes type if numpy has none.
-
-    Examples
-    --------
-    >>> host_view(torch.ones(2, dtype=torch.bfloat16)).dtype
-    dtype(bfloat16)
-    """
-    name = DTYPE_NAMES[tensor.dtype]
-    if name in BITS:
-        words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
-        return words.view(numpy_dtype(name))
-    plain: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
-    return plain
-
-
-def to_torch(array: Array, name: str) -> torch.Tensor:
-    """Return a writable numpy array of data type `name` as a tensor on the same memory.
-
-    Examples
-    --------
-    >>> to_torch(np.zeros(2, "f4"), "float32").dtype
-    torch.float32
-    """
-    if name in BITS:
-        return torch.from_numpy(array.view(BITS[name])).view(TORCH_DTYPES[name])
-    return torch.from_numpy(array)
+__all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
 
 
 @attrs.frozen(eq=False)
@@ -188,6 +147,25 @@ def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
     rank = dist.get_rank() if world is None else world.rank()
     sharding, buffers = _placed(spec, leaf, local, rank)
     return HeldArray(spec, buffers, False, identity, sharding, place=rank)
+
+
+def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
+    """Return data type and memory of a plain tensor, which is to be saved.
+
+    Raises
+    ------
+    UnsupportedLeafError, DTypeError
+        If it cannot be.
+
+    Examples
+    --------
+    >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
+    'int8'
+    """
+    _check_type(key, tensor)
+    if tensor.is_meta:
+        raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(tensor.shape))
+    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
 
 
 def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:

@@ -12,9 +12,9 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError
 from functional_ckpt.spec.array import check_key, known_spec
 from functional_ckpt.spec.grid import fragment_shape, grid_index, shard_at
 from functional_ckpt.spec.shard import ShardSpec, from_rank_offsets, narrow, narrow_runs
+from functional_ckpt.torch.host_view import DTYPE_NAMES
 from functional_ckpt.torch.megatron.exceptions import AxisError, NarrowError, asserting
 from functional_ckpt.torch.megatron.sharded_base import ReplicaId, ShardedBase, about
-from functional_ckpt.torch.tensors import DTYPE_NAMES
 
 __all__ = ["ShardedTensor"]
 
