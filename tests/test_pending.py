@@ -15,8 +15,11 @@ import pytest
 import functional_ckpt
 from functional_ckpt import SavePolicy, async_save, save
 from functional_ckpt.errors import SaveInFlightError, StorageError
+from functional_ckpt.run import pending
 from functional_ckpt.run.comm import LocalGather
+from functional_ckpt.run.progress import Tracker
 from functional_ckpt.store.files import FileStore
+from functional_ckpt.store.work import Work, run_all
 from functional_ckpt.testing.simulate import run_ranks
 
 FAST = SavePolicy(durability="none")
@@ -201,6 +204,58 @@ def test_an_interrupt_while_the_thread_begins_leaves_nothing(tmp_path, commit):
         async_save(ONES, tmp_path / "a", policy=policy)
     assert not [item for item in tmp_path.rglob("*") if item.is_file()]
     async_save(ONES, tmp_path / "a", policy=policy).result(30)
+
+
+def test_a_start_that_is_interrupted_runs_a_save_once(tmp_path, monkeypatch):
+    """Neither the caller nor the thread knows of the other; a later save of the same lane runs, too."""
+    started, ran, begin = [], [], threading.Thread.start
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            begin(self)
+            started.append(self)
+            raise KeyboardInterrupt
+
+        def is_alive(self):  # what the system says before the thread has told that it runs
+            return False
+
+    def work(number):
+        ran.append(number)
+        time.sleep(0.05)
+        return number
+
+    lane = object()
+    monkeypatch.setattr(pending.threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pending.start(lambda: work(0), Tracker(), lane)
+    monkeypatch.undo()
+    assert pending.start(lambda: work(1), Tracker(), lane).result(60) == 1
+    assert threading.Thread.join(started[0]) is None
+    assert ran == [0, 1]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupt_while_threads_begin_leaves_none_at_work(is_late, monkeypatch):
+    started, done, begin = [], [], threading.Thread.start
+
+    def interrupted(thread):
+        started.append(thread)
+        if not is_late:
+            begin(thread)
+        raise KeyboardInterrupt
+
+    def call():
+        time.sleep(0.02)
+        done.append(1)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([Work(2**20, call, 0)] * 20, 2**30, concurrency=4)
+    count = len(done)
+    if is_late:
+        begin(started[0])
+    started[0].join()
+    assert len(done) == count < 20
 
 
 def test_a_forked_child_saves_in_the_background(tmp_path):

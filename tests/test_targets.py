@@ -135,3 +135,9 @@ def test_leaves_that_share_memory_are_read_one_after_the_other(tmp_path, problem
     problems = problems_of(load, {"x": x, "y": x.T, "z": x[::-1]}, tmp_path / "a")
     assert {p.key for p in problems} == {"y", "z"}
     assert len(threads) == 1
+
+
+def test_a_transposed_view_of_a_tensor_is_not_that_tensor(tmp_path, problems_of):
+    torch = pytest.importorskip("torch")
+    like = torch.zeros(4, 4, dtype=torch.float64)
+    check_refused({"a": like, "b": like.T}, tmp_path / "a", ["b"], problems_of, {"a": A, "b": A})

@@ -26,6 +26,19 @@ _MOST_KINDS = 64
 
 
 @attrs.frozen
+class Cells:
+    """The arrays of which a rank has shards that are cells: their `keys`, and by number the kind of each.
+
+    `kinds` are all kinds there are, and `blocks` the block of cells that the rank holds of each array of a kind.
+    """
+
+    keys: tuple[str, ...]
+    numbers: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    blocks: tuple[Block, ...]
+
+
+@attrs.frozen
 class Basis:
     """All inputs of one rank to a plan: rank, abilities of the store and the group, policy, structure of its state.
 
@@ -45,8 +58,8 @@ class Basis:
 
     @cached_property
     def digest(self) -> bytes:
-        """The fingerprint of the basis."""
-        return fingerprint(self)
+        """The fingerprint of the basis: of what is alike, with all of `common` but its shards, and of the rest."""
+        return fingerprint(self.alike_digest, attrs.evolve(self, common=LocalState(shards=self.common.shards)))
 
     @cached_property
     def alike_digest(self) -> bytes:
@@ -54,8 +67,8 @@ class Basis:
         return fingerprint(*self.alike)
 
     @cached_property
-    def cells(self) -> "tuple[tuple[tuple[str, Kind], ...], tuple[Block, ...]] | None":
-        """The kinds of the arrays of which `common` has shards, and the block of cells held of each kind.
+    def cells(self) -> Cells | None:
+        """The arrays of which `common` has shards, and the block of cells held of each kind.
 
         None if the shards of an array form no block of cells, arrays of one kind have different blocks, or there
         are too many kinds.
@@ -63,28 +76,33 @@ class Basis:
         held: dict[str, list[ShardSpec]] = {}
         for shard in self.common.shards:
             held.setdefault(shard.key, []).append(shard)
-        kinds: list[tuple[str, Kind]] = []
-        blocks: dict[Kind, Block] = {}
-        for key, shards in sorted(held.items()):
+        numbers: list[int] = []
+        known: dict[Kind, int] = {}
+        blocks: list[Block] = []
+        keys = sorted(held)
+        for shards in map(held.__getitem__, keys):
             found = block_of(shards)
-            kind = (shards[0].array.shape, found[0] if found else ())
-            if found is None or blocks.setdefault(kind, found[1]) != found[1] or len(blocks) > _MOST_KINDS:
+            if found is None:
                 return None
-            kinds.append((key, kind))
-        return tuple(kinds), tuple(blocks.values())
+            number = known.setdefault((shards[0].array.shape, found[0]), len(known))
+            blocks += [found[1]] if number == len(blocks) else []
+            if blocks[number] != found[1] or len(blocks) > _MOST_KINDS:
+                return None
+            numbers.append(number)
+        return Cells(tuple(keys), tuple(numbers), tuple(known), tuple(blocks))
 
     @property
     def alike(self) -> tuple[object, ...]:
         """What must be equal on all ranks so that each knows what the others hold: all but its blocks of cells."""
         rules = (self.size, self.shared_ok, self.owned_ok, self.layout, self.replicas)
-        return *rules, attrs.evolve(self.common, shards=()), self.cells and self.cells[0]
+        return *rules, attrs.evolve(self.common, shards=()), self.cells and attrs.evolve(self.cells, blocks=())
 
     @cached_property
     def blocks(self) -> tuple[Block, ...] | None:
         """What other ranks must know to plan, besides what is alike; None if they must know every shard."""
-        told = {key for key, _ in self.cells[0]} if self.cells else set()
+        told = {*self.cells.keys} if self.cells else set()
         known = all(leaf.is_copy or leaf.sharding or leaf.key in told for leaf in self.common.arrays)
-        return self.cells[1] if self.cells and known and all(leaf.is_copy for leaf in self.own.arrays) else None
+        return self.cells.blocks if self.cells and known and all(leaf.is_copy for leaf in self.own.arrays) else None
 
 
 @attrs.frozen
@@ -125,17 +143,17 @@ def known_shardings(basis: Basis, proposals: Sequence[Proposal]) -> Mapping[str,
     blocks = [proposal.blocks for proposal in proposals if proposal.blocks is not None]
     if basis.cells is None or len(blocks) < len(proposals) or len({proposal.alike for proposal in proposals}) > 1:
         return None
-    shardings: dict[Kind, Sharding] = {}
+    shardings: list[Sharding] = []
     known: dict[object, Sharding | None] = {}  # arrays of many shapes are cut alike
-    for kind, held in zip(dict.fromkeys(kind for _, kind in basis.cells[0]), zip(*blocks, strict=True), strict=True):
+    for kind, held in zip(basis.cells.kinds, zip(*blocks, strict=True), strict=True):
         cut = (kind[1], held)
         if cut not in known:
             known[cut] = sharding_of_blocks(*cut, basis.replicas)
         sharding = known[cut]
         if sharding is None:
             return None
-        shardings[kind] = sharding
-    return {key: shardings[kind] for key, kind in basis.cells[0]}
+        shardings.append(sharding)
+    return {key: shardings[number] for key, number in zip(basis.cells.keys, basis.cells.numbers, strict=True)}
 
 
 def contents_agree(proposals: Sequence[Proposal]) -> bool:

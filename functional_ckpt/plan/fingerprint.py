@@ -39,7 +39,7 @@ def fingerprint(*values: Any) -> bytes:
     """
     seen: dict[Any, int] = {}
     told = _column(values, seen)
-    once = tuple(_column(_class(Sharding)[1](value), {}) for value in seen)
+    once = tuple(_column(tuple([field(value) for field in _class(Sharding)[1]]), {}) for value in seen)
     # Version 2 of marshal encodes equal values equally, whether or not they are one object.
     return blake2b(marshal.dumps((told, once), 2), digest_size=16).digest()
 
@@ -61,8 +61,8 @@ def _column(values: tuple[Any, ...], seen: dict[Any, int]) -> tuple[Any, ...]:
     for atom in (str, int, bytes, float):
         if issubclass(kind, atom):
             return tuple(map(atom, values))
-    name, get = _class(kind)
-    return name, len(values), tuple([_column(fields, seen) for fields in zip(*map(get, values), strict=True)])
+    name, fields = _class(kind)
+    return name, len(values), tuple([_column(tuple(map(field, values)), seen) for field in fields])
 
 
 def _mixed(values: tuple[Any, ...], seen: dict[Any, int]) -> tuple[Any, ...]:
@@ -77,12 +77,9 @@ def _mixed(values: tuple[Any, ...], seen: dict[Any, int]) -> tuple[Any, ...]:
 
 
 @cache
-def _class(kind: Any) -> tuple[str, Callable[[Any], tuple[Any, ...]]]:
-    """Return the name of an attrs class, and a function that returns the values of its fields."""
+def _class(kind: Any) -> tuple[str, tuple[Callable[[Any], Any], ...]]:
+    """Return the name of an attrs class, and functions that return the values of its fields."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if not attrs.has(kind):
         raise TypeError(f"a {name} has no fingerprint")
-    names = [field.name for field in attrs.fields(kind)]
-    if len(names) > 1:
-        return name, attrgetter(*names)
-    return name, lambda value: tuple(getattr(value, each) for each in names)
+    return name, tuple([attrgetter(field.name) for field in attrs.fields(kind)])

@@ -1,6 +1,7 @@
 """Load plans: `plan_load` intersects wanted shards with stored arrays, `plan_read_once` gives each chunk one reader."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 
 import attrs
 import numpy as np
@@ -15,15 +16,15 @@ from functional_ckpt.errors import (
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.owner import choose_owners, with_waves
-from functional_ckpt.plan.pieces import Pieces, cut_at_chunks
+from functional_ckpt.plan.pieces import Pieces, cut_at_chunks, flattened
 from functional_ckpt.plan.save import padded_chunks
 from functional_ckpt.spec.array import can_cast
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.columns import runs
-from functional_ckpt.spec.shard import Fragment, ShardSpec, fragments
-from functional_ckpt.spec.table import padded, padded_shapes
+from functional_ckpt.spec.columns import Ints, runs
+from functional_ckpt.spec.shard import Fragment, ShardSpec
+from functional_ckpt.spec.table import padded, padded_shapes, unpadded, widened, widest
 
-__all__ = ["ArrayRead", "Fill", "LoadPlan", "plan_load", "plan_read_once", "reads_of", "wanted_pieces"]
+__all__ = ["ArrayRead", "Fill", "LoadPlan", "plan_load", "plan_read_once", "wanted_pieces"]
 
 
 @attrs.frozen(order=True)
@@ -51,10 +52,46 @@ class Fill:
 
 @attrs.frozen
 class LoadPlan:
-    """All reads and fills of one rank, in the order of its shards."""
+    """All reads and fills of one rank; the reads as columns, in the order of its shards.
 
-    reads: tuple[ArrayRead, ...]
+    Each row of `pieces` is a region of array number `array` of `entries`, of which one shard wants a fragment.
+
+    Examples
+    --------
+    >>> LoadPlan().reads
+    ()
+    """
+
+    entries: tuple[ArrayEntry, ...] = ()
+    pieces: Pieces = attrs.field(factory=partial(Pieces.none, 1))
     fills: tuple[Fill, ...] = ()
+
+    @property
+    def reads(self) -> tuple[ArrayRead, ...]:
+        """The rows of `pieces` as values: for people and tests, not for large plans."""
+        rows, reads = self.pieces, list[ArrayRead]()
+        for row, (array, shard, run) in enumerate(zip(rows.array, rows.shard.tolist(), rows.run.tolist(), strict=True)):
+            spec = self.entries[array].spec
+            ndim = len(spec.shape)
+            target = Fragment(unpadded(rows.low[row], rows.high[row], ndim), run)
+            reads.append(ArrayRead(spec.key, unpadded(rows.start[row], rows.stop[row], ndim), shard, target))
+        return tuple(reads)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[ArrayEntry, ...], Ints]:
+        """An entry of each shape, data type and layout, and for each of `entries` the number of the one like it."""
+        numbers: dict[Hashable, int] = {}
+        like = [numbers.setdefault((e.spec.shape, e.spec.dtype, e.layout), len(numbers)) for e in self.entries]
+        first = np.unique(like, return_index=True)[1]
+        return tuple(self.entries[number] for number in first.tolist()), np.array(like, np.int64)
+
+    @cached_property
+    def cut(self) -> Pieces:
+        """The reads cut at the borders of chunks, sorted by array, chunk and region."""
+        kinds, like = self.kinds
+        ndim = self.pieces.start.shape[1]
+        shapes, chunks = padded_shapes([e.spec for e in kinds], ndim), padded_chunks([e.plan for e in kinds], ndim)
+        return cut_at_chunks(self.pieces, shapes[like], chunks[like])
 
 
 def plan_load(
@@ -82,49 +119,71 @@ def plan_load(
     functional_ckpt.errors.KeyMismatchError: the checkpoint has no such array: key 'w', shape (1,)
     """
     problems: list[ProblemError] = []
-    reads: list[ArrayRead] = []
-    fills: list[Fill] = []
-    for position, shard in enumerate(wanted):
-        entry = stored.get(shard.key)
+    entries: list[ArrayEntry] = []
+    numbers: dict[str, int] = {}
+    array: list[int] = []
+    for shard in wanted:
+        entry = stored.get(shard.array.key)
         problem = _mismatch(entry, shard, cast, allow_shape_mismatch)
         if problem is not None or entry is None:
             problems += [problem] if problem else []
             continue
-        if shard.array.shape == entry.spec.shape:
-            reads += [ArrayRead(shard.key, target.box, position, target) for target in fragments(shard)]
-            continue
-        whole = entry.spec.box
-        for target in fragments(shard):
-            common = target.box.intersect(whole)
-            if common is not None:
-                reads.append(ArrayRead(shard.key, common, position, target))
-            outside = target.box.subtract(whole) if common != target.box else ()
-            fills += [Fill(shard.key, box, position, target) for box in outside]
+        number = numbers.setdefault(entry.spec.key, len(entries))
+        entries += [entry] if number == len(entries) else []
+        array.append(number)
     raise_problems(problems)
-    return LoadPlan(tuple(reads), tuple(fills))
+    ndim = widest(entry.spec for entry in entries)
+    fragments = _fragments(wanted, np.array(array, np.int64), ndim)
+    stop = np.minimum(fragments.stop, padded_shapes([entry.spec for entry in entries], ndim)[fragments.array])
+    reads = attrs.evolve(fragments, stop=stop).take(np.all(fragments.start < stop, axis=1))
+    partly = fragments.take(np.any(stop < fragments.stop, axis=1))
+    fills = [fill for row in range(len(partly)) for fill in _fills(wanted, entries, partly, row)]
+    return LoadPlan(tuple(entries), reads, tuple(fills))
+
+
+def _fragments(wanted: Sequence[ShardSpec], array: Ints, ndim: int) -> Pieces:
+    """Return the fragments of all shards, none empty; `array` numbers the array of each."""
+    start = padded([shard.box.start for shard in wanted], ndim, 0)
+    stop = padded([shard.box.stop for shard in wanted], ndim, 1)
+    nothing, position = np.zeros(len(wanted), np.int64), np.arange(len(wanted))
+    whole = Pieces.uncut(array, start, stop, nothing, position, nothing)
+    flat = [shard.flat or (0, -1) for shard in wanted]
+    low, high = np.array(flat, np.int64).reshape(-1, 2).T
+    pieces = flattened(whole, low, np.where(high < 0, whole.sizes, high))
+    return pieces.take(pieces.sizes > 0)
+
+
+def _fills(wanted: Sequence[ShardSpec], entries: Sequence[ArrayEntry], pieces: Pieces, row: int) -> Iterator[Fill]:
+    """Yield what of a fragment is not stored."""
+    spec, shard = entries[pieces.array[row]].spec, int(pieces.shard[row])
+    target = Fragment(unpadded(pieces.start[row], pieces.stop[row], len(spec.shape)), int(pieces.run[row]))
+    for box in target.box.subtract(spec.box):
+        yield Fill(wanted[shard].key, box, shard, target)
 
 
 def wanted_pieces(plan: LoadPlan, numbers: Mapping[str, int], ndim: int, rank: int) -> Pieces:
-    """Return the reads of `rank` as rows, to be sent to the other ranks; `numbers` numbers the stored arrays.
+    """Return the reads of `rank`, to be sent to the other ranks; `numbers` numbers the stored arrays of the manifest.
 
     Examples
     --------
-    >>> from functional_ckpt.spec.box import Box
-    >>> read = ArrayRead("w", Box((2,), (4,)), 0, Fragment(Box((2,), (4,)), 0))
-    >>> wanted_pieces(LoadPlan((read,)), {"w": 7}, 2, 1).start.tolist()
+    >>> from functional_ckpt.plan.layout import Layout
+    >>> from functional_ckpt.spec.array import ArraySpec
+    >>> w = ArraySpec("w", (4,), "int8")
+    >>> stored = {"w": ArrayEntry(w, Layout("exclusive", (4,), (), "int8"), bytes(16))}
+    >>> wanted_pieces(plan_load(stored, [ShardSpec(w, Box((2,), (4,)))]), {"w": 7}, 2, 1).start.tolist()
     [[0, 2]]
     """
-    reads = plan.reads
-    pieces = Pieces.uncut(
-        np.array([numbers[read.key] for read in reads], np.int64),
-        padded([read.box.start for read in reads], ndim, 0),
-        padded([read.box.stop for read in reads], ndim, 1),
-        np.full(len(reads), rank),
-        np.array([read.shard for read in reads], np.int64),
-        np.array([read.target.run for read in reads], np.int64),
+    pieces = plan.pieces
+    return attrs.evolve(
+        pieces,
+        array=np.array([numbers[entry.spec.key] for entry in plan.entries], np.int64)[pieces.array],
+        start=widened(pieces.start, ndim, 0),
+        stop=widened(pieces.stop, ndim, 1),
+        low=widened(pieces.low, ndim, 0),
+        high=widened(pieces.high, ndim, 1),
+        source=np.full(len(pieces), rank),
+        target=np.full(len(pieces), rank),
     )
-    low = padded([read.target.box.start for read in reads], ndim, 0)
-    return attrs.evolve(pieces, low=low, high=padded([read.target.box.stop for read in reads], ndim, 1))
 
 
 def plan_read_once(
@@ -150,19 +209,6 @@ def plan_read_once(
     moved, owned = choose_owners(pieces.take(shared), arrays)
     moved = with_waves(moved, owned, arrays, budget_nbytes)
     return alone, moved.take((moved.source == rank) | (moved.target == rank))
-
-
-def reads_of(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> tuple[ArrayRead, ...]:
-    """Return rows as reads; the inverse of `wanted_pieces`."""
-    reads: list[ArrayRead] = []
-    names = ("array", "start", "stop", "low", "high", "shard", "run")
-    rows = zip(*(getattr(pieces, name).tolist() for name in names), strict=True)
-    for array, start, stop, low, high, shard, run in rows:
-        spec = arrays[array].spec
-        front = len(start) - len(spec.shape)
-        target = Fragment(Box(low[front:], high[front:]), run)
-        reads.append(ArrayRead(spec.key, Box(start[front:], stop[front:]), shard, target))
-    return tuple(reads)
 
 
 def _mismatch(entry: ArrayEntry | None, shard: ShardSpec, cast: str, reshape: bool) -> ProblemError | None:

@@ -7,7 +7,7 @@ from functional_ckpt.spec.columns import Columns, Ints, ravelled, spread, to_col
 from functional_ckpt.spec.flat import flat_rows
 from functional_ckpt.spec.table import ShardTable
 
-__all__ = ["Pieces", "cut_at_chunks", "pieces_of", "row_order"]
+__all__ = ["Pieces", "cut_at_chunks", "flattened", "pieces_of", "row_order"]
 
 
 @attrs.frozen(eq=False)
@@ -63,13 +63,26 @@ def pieces_of(table: ShardTable, writers: Ints) -> Pieces:
     [[0, 1], [1, 0]]
     """
     rows = table.rows.take(writers)
-    extents = rows.stop - rows.start
-    if np.all((rows.low == 0) & (rows.high == extents.prod(axis=1))):
-        return Pieces.uncut(rows.array, rows.start, rows.stop, rows.rank, rows.shard, np.zeros(len(rows), np.int64))
-    row, first, last, run = flat_rows(extents, rows.low, rows.high)
-    rows = rows.take(row)
-    pieces = Pieces.uncut(rows.array, rows.start + first, rows.start + last, rows.rank, rows.shard, run)
-    return pieces.take(row_order(pieces, table.shapes))
+    boxes = Pieces.uncut(rows.array, rows.start, rows.stop, rows.rank, rows.shard, np.zeros(len(rows), np.int64))
+    pieces = flattened(boxes, rows.low, rows.high)
+    return pieces if pieces is boxes else pieces.take(row_order(pieces, table.shapes))
+
+
+def flattened(boxes: Pieces, low: Ints, high: Ints) -> Pieces:
+    """Return the fragments of shards that hold elements ``[low, high)`` of their flattened `boxes`, by row and run.
+
+    Examples
+    --------
+    >>> box = Pieces.uncut(*(np.array(column) for column in ([0], [[0, 0]], [[2, 3]], [0], [0], [0])))
+    >>> flattened(box, np.array([1]), np.array([6])).run.tolist()
+    [0, 2]
+    """
+    extents = boxes.stop - boxes.start
+    if np.all((low == 0) & (high == extents.prod(axis=1))):
+        return boxes
+    row, first, last, run = flat_rows(extents, low, high)
+    boxes = boxes.take(row)
+    return Pieces.uncut(boxes.array, boxes.start + first, boxes.start + last, boxes.source, boxes.shard, run)
 
 
 def row_order(pieces: Pieces, shapes: Ints) -> Ints:

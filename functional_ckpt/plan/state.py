@@ -294,6 +294,8 @@ def _unequal_values(parts: Sequence[Part]) -> list[ProblemError]:
 
 def _without_placeholders(values: Sequence[ValueEntry], leaves: Sequence[ArrayLeaf]) -> tuple[ValueEntry, ...]:
     """Drop an empty container of one rank where another rank has something in it."""
+    if not any(value.text in EMPTY_TEXTS for value in values):
+        return tuple(values)
     entries: list[ArrayLeaf | ValueEntry] = [*leaves, *values]
     inner = {entry.path[:depth] for entry in entries if entry.path for depth in range(len(entry.path))}
     return tuple(v for v in values if v.path not in inner or v.text not in EMPTY_TEXTS)

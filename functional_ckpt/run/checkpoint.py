@@ -12,7 +12,7 @@ import numpy as np
 
 from functional_ckpt.errors import CorruptionError, KeyMismatchError, ShapeError
 from functional_ckpt.plan.field import is_word, refuse
-from functional_ckpt.plan.load import ArrayRead, LoadPlan
+from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest, RankItem
 from functional_ckpt.plan.mismatch import did_you_mean, quoted
 from functional_ckpt.plan.save import GIB
@@ -22,13 +22,13 @@ from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
 from functional_ckpt.show.text import count, size
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.shard import Fragment
+from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.tree import DictKey, has_prefix, map_leaves, unflatten
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.chunk import check_chunks
 from functional_ckpt.store.encoding import Array, numpy_dtype
-from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.fill import read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.values import decode_text, refuse_colliding
 
@@ -125,8 +125,8 @@ class StoredArray:
             raise CorruptionError(
                 "an array does not fit into memory", self.key, shape=self.shape, found=str(error)
             ) from None
-        reads = (ArrayRead(self.key, box, 0, Fragment(box, 0)),) if box.size else ()
-        read_plan(LoadPlan(reads), {self.key: self.entry}, [HostBuffer(values)], store, GIB)
+        spec = self.entry.spec
+        read_plan(plan_load({spec.key: self.entry}, [ShardSpec(spec, box)]), [HostBuffer(values)], store, GIB)
         return values
 
     def torch(self) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.spec.array import ArraySpec, known_spec
-from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec, known_shard
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.store.buffer import Buffer, HostBuffer
 from functional_ckpt.store.encoding import Array, dtype_name, has_dtype, numpy_dtype
@@ -83,11 +83,11 @@ class HeldArray:
     def all_shards(self, rank: int) -> tuple[ShardSpec, ...]:
         """Return the shards of this rank of the group, one per buffer."""
         if self.copy:
-            return (ShardSpec(self.spec, self.spec.box, rank),)
+            return (known_shard(self.spec, self.spec.box, rank),)
         if self.sharding is None:
             return self.shards
         places = self.sharding.places(self.spec.shape, self.place)
-        return tuple([ShardSpec(self.spec, box, replica) for box, replica, _ in places])
+        return tuple([known_shard(self.spec, box, replica) for box, replica, _ in places])
 
 
 @attrs.frozen(eq=False)

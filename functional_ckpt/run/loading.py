@@ -16,7 +16,7 @@ from functional_ckpt.errors import (
     SpecError,
     raise_problems,
 )
-from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, reads_of, wanted_pieces
+from functional_ckpt.plan.load import LoadPlan, plan_load, plan_read_once, wanted_pieces
 from functional_ckpt.plan.manifest import ArrayEntry, RankItem
 from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.run.arguments import check_load
@@ -34,7 +34,7 @@ from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import absent_chunks
 from functional_ckpt.store.distribute import nbytes_read, read_and_distribute
 from functional_ckpt.store.exchange import Exchange
-from functional_ckpt.store.execute import check_needed, read_plan
+from functional_ckpt.store.fill import check_needed, read_plan
 from functional_ckpt.store.machine import boot_id
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
@@ -159,8 +159,8 @@ class _Loader:
             plan = plan_load(entries, self.shards, self.policy.cast, self.policy.allow_shape_mismatch)
         except CheckpointError as error:
             self._problems.append(error)
-            return LoadPlan(())
-        self._problems += check_needed(plan, entries, self.store, self.absent)
+            return LoadPlan()
+        self._problems += check_needed(plan, self.store, self.absent)
         return plan
 
     @property
@@ -209,7 +209,7 @@ class _Loader:
             if self.policy.read_once:
                 raise
             return plan, None
-        return attrs.evolve(plan, reads=reads_of(alone, arrays)), moved
+        return LoadPlan(self.manifest.arrays, alone, plan.fills), moved
 
     def read(self, plan: LoadPlan, moved: Pieces | None, tracker: Tracker) -> None:
         """Fill the targets."""
@@ -222,7 +222,7 @@ class _Loader:
             tracker.enter("read", nbytes + shared)
 
         try:
-            read_plan(plan, entries, self.buffers, self.store, budget, verify, tracker.add, begin)
+            read_plan(plan, self.buffers, self.store, budget, verify, tracker.add, begin)
         except Exception as error:
             if moved is None:
                 raise
@@ -248,7 +248,7 @@ class _Loader:
         adapter = adapter_of(leaf)
         entry = self.manifest.by_key.get(key)
         if key in self._values or entry is not None:
-            self.keys.use((key,))
+            self.keys.use_one(key)
         if entry is not None and entry.codec is not None:
             if adapter is not None:
                 raise _unlike(key, "an object", "an array", "any plain value")
@@ -291,9 +291,9 @@ class _Loader:
         loaded = target.leaf if finish is None else _Deferred(partial(finish, target.leaf))
         if fresh is not None:
             self._made[fresh] = loaded
-        filled = self._filled.get(target.identity)
-        if filled is None:
-            self._filled[target.identity] = entry
+        known = len(self._filled)
+        filled = self._filled.setdefault(target.identity, entry)
+        if len(self._filled) > known:
             self.shards += target.shards
             self.buffers += target.buffers
         elif _content(filled) != _content(entry):

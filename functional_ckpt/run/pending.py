@@ -137,8 +137,7 @@ def start(function: Callable[[], Manifest], tracker: Tracker, lane: object = Non
         _run_all(id(lane))
     except BaseException:  # an interrupt: the save ends as a cancelled one does
         tracker.cancelled.set()
-        if not thread.is_alive():
-            _run_all(id(lane))
+        _run_all(id(lane))
         raise
     return pending
 
@@ -189,7 +188,14 @@ def _dated(error: CheckpointError) -> CheckpointError:
 
 
 def _run_all(key: int) -> None:
-    """Run the saves of a queue until it is empty."""
+    """Run the saves of a queue until it is empty, unless another thread does.
+
+    A caller that is interrupted while it starts the thread cannot know whether that runs, and calls this too.
+    """
+    with _LOCK:
+        if key in _WORKED_ON or key not in _QUEUES:
+            return
+        _WORKED_ON.add(key)
     _HERE.is_worker = True
     try:
         while True:
@@ -198,6 +204,7 @@ def _run_all(key: int) -> None:
                 _QUEUES[key].popleft()
                 if not _QUEUES[key]:
                     del _QUEUES[key]
+                    _WORKED_ON.remove(key)
                     return
     finally:
         _HERE.is_worker = False
@@ -213,6 +220,7 @@ def _forget() -> None:
     global _LOCK
     _LOCK = threading.Lock()
     _QUEUES.clear()
+    _WORKED_ON.clear()
     _FAILED.clear()
 
 
@@ -220,6 +228,8 @@ _LOCK = threading.Lock()
 _HERE = threading.local()
 #: Saves that run or wait, by the number of their lane.
 _QUEUES: dict[int, deque[_Job]] = {}
+#: Lanes whose saves some thread runs.
+_WORKED_ON: set[int] = set()
 #: Saves that have failed, until their failure is raised.
 _FAILED: "dict[Future[Manifest], weakref.ref[PendingSave]]" = {}
 os.register_at_fork(after_in_child=_forget)

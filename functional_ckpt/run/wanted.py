@@ -60,10 +60,13 @@ class WantedKeys:
         self._selects = self._selects or selected
         return selected
 
+    def use_one(self, key: str) -> None:
+        """Record that a stored key is used."""
+        self._used[key] = None
+
     def use(self, keys: Iterable[str]) -> None:
         """Record that stored keys are used."""
-        for key in keys:
-            self._used[key] = None
+        self._used.update(dict.fromkeys(keys))
 
     def use_below(self, key: str) -> None:
         """Record that all keys stored below `key` are used."""

@@ -1,6 +1,7 @@
 """Regular grids: where a shard stands among the equal fragments of its array, and which ranks hold the whole grid."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from operator import floordiv, mod, sub
@@ -10,6 +11,7 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import CellMesh
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.shard import ShardSpec
@@ -38,18 +40,27 @@ def block_of(shards: Sequence[ShardSpec]) -> tuple[tuple[int, ...], Block] | Non
     >>> block_of([from_rank_offsets("w", "int8", (2,), (0, i, 4)) for i in (1, 2)])
     ((4,), Block(start=(1,), stop=(3,), replica_id=(0,)))
     """
-    first, extents = shards[0], shards[0].box.shape
-    if not first.size or any(map(mod, first.array.shape, extents)):
+    return _block(shards[0].array.shape, tuple([(shard.box, shard.replica_id, shard.flat) for shard in shards]))
+
+
+@lru_cache(maxsize=1024)  # thousands of arrays are cut alike
+def _block(
+    shape: tuple[int, ...], held: tuple[tuple[Box, tuple[int, ...], tuple[int, int] | None], ...]
+) -> tuple[tuple[int, ...], Block] | None:
+    """Return what `block_of` does; `held` are box, replica id and flat range of each shard."""
+    first, replica_id, _ = held[0]
+    extents = first.shape
+    if not first.size or any(map(mod, shape, extents)):
         return None
-    for shard in shards:
-        alike = shard.box.shape == extents and shard.replica_id == first.replica_id and shard.flat is None
-        if not alike or any(map(mod, shard.box.start, extents)):
+    for box, replica, flat in held:
+        alike = box.shape == extents and replica == replica_id and flat is None
+        if not alike or any(map(mod, box.start, extents)):
             return None
-    cells = [tuple(map(floordiv, shard.box.start, extents)) for shard in shards]
+    cells = [tuple(map(floordiv, box.start, extents)) for box, _, _ in held]
     start, stop = cells[0], tuple(index + 1 for index in cells[-1])
     if prod(map(sub, stop, start)) != len(cells) or cells != [*product(*map(range, start, stop))]:
         return None
-    return tuple(map(floordiv, first.array.shape, extents)), Block(start, stop, first.replica_id)
+    return tuple(map(floordiv, shape, extents)), Block(start, stop, replica_id)
 
 
 def sharding_of_blocks(grid: tuple[int, ...], blocks: Sequence[Block], replicas: str) -> Sharding | None:

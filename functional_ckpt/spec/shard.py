@@ -1,6 +1,7 @@
 """`ShardSpec`: which part of which array one rank holds; `World`: all ranks together."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 from operator import le
 
@@ -8,7 +9,7 @@ import attrs
 import numpy as np
 
 from functional_ckpt.errors import ShapeError
-from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.array import MAX_KNOWN, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.flat import flat_boxes, flat_runs, joined
 
@@ -19,6 +20,7 @@ __all__ = [
     "World",
     "fragments",
     "from_rank_offsets",
+    "known_shard",
     "narrow",
     "narrow_runs",
 ]
@@ -113,6 +115,10 @@ class ShardSpec:
     def identity(self) -> tuple[Box, tuple[int, int]]:
         """What replicas have in common: box and flat range."""
         return self.box, self.flat or (0, self.box.size)
+
+
+#: A `ShardSpec`, the same object for the same arguments: checked once, for the thousands that a state has.
+known_shard = lru_cache(maxsize=MAX_KNOWN)(ShardSpec)
 
 
 def fragments(shard: ShardSpec) -> tuple[Fragment, ...]:

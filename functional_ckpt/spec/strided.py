@@ -75,16 +75,26 @@ class View:
             starts = np.add.outer(starts, np.arange(n) * step).ravel()
         return bool(np.diff(np.sort(starts)).min() < self.itemsize)
 
+    @property
+    def start(self) -> int:
+        """Address of the first byte."""
+        return self.bounds[0]
+
+    @property
+    def stop(self) -> int:
+        """Address after the last byte."""
+        return self.bounds[1]
+
     @classmethod
-    def of_bytes(cls, address: int, nbytes: int) -> "View":
-        """Return the view of `nbytes` contiguous bytes.
+    def of(cls, held: "View | range") -> "View":
+        """Return a view; that of contiguous bytes, which a range is enough for, has their addresses.
 
         Examples
         --------
-        >>> View.of_bytes(8, 4).bounds
+        >>> View.of(range(8, 12)).bounds
         (8, 12)
         """
-        return cls(address, (nbytes,), (1,), 1)
+        return cls(held.start, (len(held),), (1,), 1) if isinstance(held, range) else held
 
     def overlaps(self, other: "View") -> bool:
         """Tell whether the views share a byte; true also where that would take too long to find.
@@ -144,18 +154,18 @@ def overlapping(views: Sequence[View]) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def clusters(views: Sequence[View]) -> Iterator[list[int]]:
+def clusters(views: Sequence[View | range]) -> Iterator[list[int]]:
     """Yield the groups of positions of several views, each in order, whose bounds intersect directly or through others.
 
     Examples
     --------
-    >>> list(clusters([View.of_bytes(address, 4) for address in (8, 16, 10)]))
+    >>> list(clusters([range(8, 12), range(16, 20), range(10, 14)]))
     [[0, 2]]
     """
-    bounds = np.array([view.bounds for view in views], np.int64).reshape(-1, 2)
-    rows = np.flatnonzero(bounds[:, 0] < bounds[:, 1])
-    rows = rows[np.argsort(bounds[rows, 0], kind="stable")]
-    low, high = bounds[rows].T
+    low, high = np.array([view.start for view in views], np.int64), np.array([view.stop for view in views], np.int64)
+    rows = np.flatnonzero(low < high)
+    rows = rows[np.argsort(low[rows], kind="stable")]
+    low, high = low[rows], high[rows]
     begins = np.flatnonzero(low[1:] >= np.maximum.accumulate(high)[:-1]) + 1
     for members in np.split(rows, begins) if len(rows) > len(begins) + 1 else ():
         if len(members) > 1:

@@ -13,7 +13,17 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import Columns, Ints, ravelled, to_column
 from functional_ckpt.spec.shard import ShardSpec, World
 
-__all__ = ["Conflict", "ShardRows", "ShardTable", "key_hashes", "padded", "padded_shapes", "unpadded", "widest"]
+__all__ = [
+    "Conflict",
+    "ShardRows",
+    "ShardTable",
+    "key_hashes",
+    "padded",
+    "padded_shapes",
+    "unpadded",
+    "widened",
+    "widest",
+]
 
 #: Cells are numbered through all arrays in 64 bits.
 _MAX_CELLS = 2**62
@@ -127,8 +137,8 @@ class ShardTable:
                 table.rows,
                 array=maps[id(table.arrays)][table.rows.array],
                 replica=_ints([places[replica] for replica in table.replicas])[table.rows.replica],
-                start=_widened(table.rows.start, ndim, 0),
-                stop=_widened(table.rows.stop, ndim, 1),
+                start=widened(table.rows.start, ndim, 0),
+                stop=widened(table.rows.stop, ndim, 1),
             )
             for table in tables
         ]
@@ -144,7 +154,7 @@ class ShardTable:
         rows = self.rows.take(kept[self.rows.array])
         arrays = tuple(spec for spec, is_kept in zip(self.arrays, kept.tolist(), strict=True) if is_kept)
         ndim = widest(arrays)
-        start, stop = _widened(rows.start, ndim, 0), _widened(rows.stop, ndim, 1)
+        start, stop = widened(rows.start, ndim, 0), widened(rows.stop, ndim, 1)
         array = (np.cumsum(kept) - 1)[rows.array]
         return ShardTable(arrays, self.replicas, attrs.evolve(rows, array=array, start=start, stop=stop))
 
@@ -191,7 +201,7 @@ def padded(ends: Sequence[Sequence[int]], ndim: int, fill: int) -> Ints:
     if not ends:
         return np.zeros((0, ndim), np.int64)
     groups = ((width, list(group)) for width, group in groupby(ends, len))
-    return np.concatenate([_widened(_ints(group).reshape(len(group), width), ndim, fill) for width, group in groups])
+    return np.concatenate([widened(_ints(group).reshape(len(group), width), ndim, fill) for width, group in groups])
 
 
 def padded_shapes(arrays: Sequence[ArraySpec], ndim: int | None = None) -> Ints:
@@ -232,7 +242,14 @@ def _ints(values: Sequence[object]) -> Ints:
     return np.array(values, np.int64)
 
 
-def _widened(ends: Ints, ndim: int, fill: int) -> Ints:
+def widened(ends: Ints, ndim: int, fill: int) -> Ints:
+    """Return rows with `ndim` columns, filled in front.
+
+    Examples
+    --------
+    >>> widened(np.array([[5], [6]]), 2, 1).tolist()
+    [[1, 5], [1, 6]]
+    """
     front = ndim - ends.shape[1]
     if front < 0:  # the wide arrays of the table have been left out
         return ends[:, -front:]

@@ -56,8 +56,8 @@ class Buffer(Protocol):
     def copier(self) -> Copier | None:
         """Return who copies this memory to the host: None if the host itself does."""
 
-    def memory(self) -> tuple[Hashable, View]:
-        """Return where the memory is: an address space (None for the host's), and the bytes in it."""
+    def memory(self) -> tuple[Hashable, View | range]:
+        """Return where the memory is: an address space (None for the host's), and its bytes, a range if contiguous."""
 
 
 @attrs.frozen(eq=False)
@@ -94,13 +94,19 @@ class HostBuffer:
     def copier(self) -> None:
         """Return None: the host copies."""
 
-    def memory(self) -> tuple[Hashable, View]:
+    def memory(self) -> tuple[Hashable, View | range]:
         """Return where the array is."""
         array = self.array
         address = address_of(array) if self.address is None else self.address
         if array.flags.c_contiguous:
-            return None, View.of_bytes(address, array.nbytes)
+            return None, range(address, address + array.nbytes)
         return None, View(address, array.shape, array.strides, array.itemsize)
+
+    @property
+    def identity(self) -> Hashable:
+        """What buffers of the same elements, in the same order, have in common."""
+        array = self.array
+        return self.address, array.dtype, array.shape, array.strides
 
 
 def address_of(array: Array) -> int:

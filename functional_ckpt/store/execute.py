@@ -1,23 +1,19 @@
-"""Run a plan against a store: `write_plan`, `digest_shared`, `read_plan`.
+"""Run the plan of a save against a store: `write_plan`, `digest_shared`.
 
-A whole plain chunk is digested and written, or read and digested, directly from or to the caller's memory; if only part
-of a plain chunk is wanted, only that part is read. A chunk with codecs, and a chunk that this rank writes in part, goes
-through TensorStore. An array of one chunk skips the grid: a small tensor costs two file creations and little else.
+A whole plain chunk is digested and written directly from the caller's memory. A chunk with codecs, and a chunk that
+this rank writes in part, goes through TensorStore. An array of one chunk skips the grid: a small tensor costs two file
+creations and little else.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from operator import mul
 from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
 import xxhash
 
-from functional_ckpt.errors import StorageError
-from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout, subdivide
-from functional_ckpt.plan.load import ArrayRead, LoadPlan
-from functional_ckpt.plan.manifest import ArrayEntry
+from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, subdivide
 from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
@@ -28,39 +24,25 @@ from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
-    SMALL_CHUNK_NBYTES,
-    check_chunks,
-    check_digest,
     chunk_digest,
     decoding_nbytes,
-    located,
-    read_chunk,
     update_chunk,
     write_chunk,
     write_header,
 )
 from functional_ckpt.store.encoding import (
-    Array,
     as_bytes,
-    chunk_path,
     digest,
-    digest_bytes,
-    is_raw,
-    numpy_dtype,
 )
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
-from functional_ckpt.store.part import blocks_of, ranges_of, read_part
-from functional_ckpt.store.work import SMALL_NBYTES, Work, most_at_once, run_all
+from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, run_all
 
-__all__ = ["Receipt", "check_needed", "content_digest", "digest_shared", "read_plan", "write_plan"]
+__all__ = ["Receipt", "content_digest", "digest_shared", "write_plan"]
 
 OnBytes = Callable[[int], None]
 
 #: Of a row of the plan's pieces: its number, array, shard and run, and its bytes.
 _Row: TypeAlias = tuple[int, int, int, int, int]
-
-#: Most fragments that are written as one task.
-_BATCH = 64
 
 
 @attrs.frozen
@@ -139,26 +121,20 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
     apart = np.flatnonzero(has_header & ~with_first)
     work = [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in apart.tolist()]
     write = partial(_write_small, plan, frozenset(first[with_first].tolist()), buffers, store)
-    work += [Work(nbytes, partial(write, batch), nbytes) for batch, nbytes in _batches(plan, rows[is_small[rows]])]
+    small = rows[is_small[rows]]
+    work += [
+        Work(nbytes, partial(write, batch), nbytes)
+        for batch, nbytes in batches(_rows(plan, small), plan.nbytes[small].tolist())
+    ]
     for row in rows[~is_small[rows]].tolist():
         work += _writers(plan, row, buffers, store)
     return work
 
 
-def _batches(plan: SavePlan, rows: Ints) -> Iterator[tuple[list[_Row], int]]:
-    """Yield small rows of the plan, as many at a time as are small together, with their bytes."""
-    batch: list[_Row] = []
-    total = 0
-    columns = (rows, *(column[rows] for column in (plan.pieces.array, plan.pieces.shard, plan.pieces.run, plan.nbytes)))
-    for row in zip(*(column.tolist() for column in columns), strict=True):
-        nbytes = row[-1]
-        if total + nbytes >= SMALL_NBYTES or len(batch) == _BATCH:
-            yield batch, total
-            batch, total = [], 0
-        batch.append(row)
-        total += nbytes
-    if batch:
-        yield batch, total
+def _rows(plan: SavePlan, rows: Ints) -> Iterator[_Row]:
+    """Yield rows of the plan."""
+    columns = (plan.pieces.array, plan.pieces.shard, plan.pieces.run, plan.nbytes)
+    return zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True)
 
 
 def _write_small(
@@ -220,51 +196,6 @@ def content_digest(buffer: Buffer, spec: ArraySpec, budget_nbytes: int) -> bytes
     return hasher.digest()
 
 
-def check_needed(
-    plan: LoadPlan, entries: Mapping[str, ArrayEntry], store: Store, absent: Collection[str] | None = None
-) -> list[StorageError]:
-    """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
-    needed = {(entry.spec.key, index): entry for entry, index in _chunks(plan, entries)}
-    return list(check_chunks(store, ((entry, index) for (_, index), entry in needed.items()), absent))
-
-
-def _chunks(plan: LoadPlan, entries: Mapping[str, ArrayEntry]) -> Iterator[tuple[ArrayEntry, tuple[int, ...]]]:
-    """Yield the chunks of each read."""
-    for read in plan.reads:
-        yield from ((entries[read.key], index) for index in entries[read.key].grid.touched(read.box))
-
-
-def read_plan(
-    plan: LoadPlan,
-    entries: Mapping[str, ArrayEntry],
-    buffers: Sequence[Buffer],
-    store: Store,
-    budget_nbytes: int,
-    verify: str = "covered",
-    on_bytes: OnBytes | None = None,
-    on_start: OnBytes | None = None,
-) -> None:
-    """Run `plan`: fill the rank's `buffers`. `verify` is ``"covered"``, ``"full"`` or ``"none"``.
-
-    Before the first read `on_start` is called with the bytes of all.
-
-    Raises
-    ------
-    CorruptionError
-        If stored bytes differ from their digest. The content of `buffers` is then undefined.
-    """
-    concurrency = store.capabilities.concurrency
-    held = (decoding_nbytes(entry.layout) for entry, _ in _chunks(plan, entries))
-    store = store.reading(most_at_once(held, budget_nbytes, concurrency))
-    work = list(_reading(plan.reads, partial(_read_array, entries, buffers, store, verify), entries, bool(concurrency)))
-    if on_start is not None:
-        on_start(sum(piece.nbytes for piece in work))
-    for fill in plan.fills:
-        region = region_of(fill.target.box.start, fill.box.start, fill.box.stop)
-        buffers[fill.shard].put(fill.target.box.shape, fill.target.run, region, np.zeros((), np.int8))
-    run_all(work, budget_nbytes, on_bytes, concurrency)
-
-
 @attrs.frozen
 class _Piece:
     """The intersection of a region with chunk number `position`; `whole` if it is all of the chunk."""
@@ -292,109 +223,3 @@ def _several_pieces(grid: ChunkGrid, box: Box) -> Iterator[_Piece]:
 
 def _region(outer: Box, piece: Box) -> tuple[Any, ...]:
     return WHOLE if piece is outer else region_of(outer.start, piece.start, piece.stop)
-
-
-def _reading(
-    reads: Iterable[ArrayRead], run: Callable[..., None], entries: Mapping[str, ArrayEntry], apart: bool
-) -> Iterator[Work]:
-    """Yield the work of all reads: one item per chunk; small reads are one item together, unless `apart`.
-
-    `run` is called with a read, and with the pieces of it if these are not all.
-    """
-    small: list[ArrayRead] = []
-    nbytes = 0
-    for read in reads:
-        entry = entries[read.key]
-        wanted = read.box.size * entry.spec.itemsize
-        is_small = wanted < SMALL_NBYTES and is_raw(entry.layout)
-        if apart or not is_small:
-            held = wanted if is_small else decoding_nbytes(entry.layout)
-            for piece in _pieces(entry.grid, read.box):
-                yield Work(piece.box.size * entry.spec.itemsize, partial(run, read, (piece,)), held)
-            continue
-        if small and nbytes + wanted >= SMALL_NBYTES:
-            yield Work(nbytes, partial(list, map(run, small)), nbytes)
-            small, nbytes = [], 0
-        small.append(read)
-        nbytes += wanted
-    if small:
-        yield Work(nbytes, partial(list, map(run, small)), nbytes)
-
-
-def _read_array(
-    entries: Mapping[str, ArrayEntry],
-    buffers: Sequence[Buffer],
-    store: Store,
-    verify: str,
-    read: ArrayRead,
-    pieces: Iterable[_Piece] | None = None,
-) -> None:
-    """Run one read, or only the given `pieces` of it."""
-    entry, target, buffer = entries[read.key], read.target, buffers[read.shard]
-    view = buffer.view(target.box.shape, target.run)
-    for piece in _pieces(entry.grid, read.box) if pieces is None else pieces:
-        region = _region(target.box, piece.box)
-        into = None if view is None else view[region]
-        name = chunk_path(entry.spec.key, piece.index)
-        try:
-            if piece.whole and into is not None and _is_direct(into, entry.spec, entry.layout):
-                check_digest(entry, piece.position, _read_direct(store, name, as_bytes(into), verify != "none"))
-            elif piece.whole or verify == "full" or _is_read_whole(entry.layout):
-                buffer.put(target.box.shape, target.run, region, _read_checked(entry, piece, store, verify))
-            else:
-                _read_part(entry, piece, name, target, buffer, store, into)
-        except StorageError as error:
-            raise located(error, entry.spec, entry.layout, piece.index) from error.__cause__
-
-
-def _is_read_whole(layout: Layout) -> bool:
-    """Tell whether a piece costs as much as its whole chunk: if that is small, or can only be decoded whole."""
-    return not is_raw(layout) or layout.chunk_nbytes <= SMALL_CHUNK_NBYTES
-
-
-def _read_checked(entry: ArrayEntry, piece: _Piece, store: Store, verify: str) -> Array:
-    """Return the cells of a piece; its chunk is read whole, and checked unless `verify` is ``"none"``."""
-    values = read_chunk(store, entry.spec, entry.layout, piece.index)
-    if verify != "none":
-        check_digest(entry, piece.position, digest(values))
-    cells: Array = values[region_of(tuple(map(mul, piece.index, entry.layout.chunk)), piece.box.start, piece.box.stop)]
-    return cells
-
-
-def _read_part(
-    entry: ArrayEntry, piece: _Piece, name: str, target: Fragment, buffer: Buffer, store: Store, into: Array | None
-) -> None:
-    """Read only a piece of a plain chunk; directly into its place if its layout there is that of the file."""
-    chunk, itemsize, dtype = entry.layout.chunk, entry.spec.itemsize, numpy_dtype(entry.spec.dtype)
-    origin = entry.grid.box(piece.index)
-    box = piece.box.relative_to(origin)
-    ranges = ranges_of(chunk, box, itemsize)
-    as_stored = into is not None and into.flags.c_contiguous and into.dtype == dtype
-    if into is not None and as_stored and ranges.total_nbytes == into.nbytes:
-        store.read_ranges(name, ranges.starts, ranges.nbytes, as_bytes(into))
-        return
-    shift = [o - t for o, t in zip(origin.start, target.box.start, strict=True)]
-    for block in blocks_of(box, ranges, itemsize):
-        values = read_part(store, name, ranges_of(chunk, block, itemsize), block.shape, dtype)
-        region = tuple(slice(a + s, b + s) for a, b, s in zip(block.start, block.stop, shift, strict=True))
-        buffer.put(target.box.shape, target.run, region, values)
-
-
-def _read_direct(store: Store, name: str, into: memoryview, verify: bool) -> bytes | None:
-    """Read a whole plain chunk into its place, and return its digest if `verify`."""
-    if not verify or len(into) <= BLOCK_NBYTES:
-        store.read_into(name, into)
-        return digest_bytes(into) if verify else None
-    hasher = xxhash.xxh3_128()
-    store.read_into(name, into, hasher.update)
-    return hasher.digest()
-
-
-def _is_direct(into: Array, spec: ArraySpec, layout: Layout) -> bool:
-    """Tell whether a chunk's file begins with exactly the bytes of `into`, in the order of its memory."""
-    return (
-        is_raw(layout)
-        and into.flags.c_contiguous
-        and into.dtype == numpy_dtype(spec.dtype)
-        and into.shape[1:] == layout.chunk[1:]
-    )

@@ -83,6 +83,8 @@ def local_path(url: str | os.PathLike[str]) -> Path:
     if scheme != "file":
         raise refuse("this function", "path", "a path or file:// URL", url)
     with storage_errors("understanding a path", rest):
+        if b"\0" in os.fsencode(rest):  # which fails for what is no name of a file
+            raise ValueError("embedded null byte")
         found = Path(rest).expanduser().absolute()
         if ".." not in found.parts:
             return found

@@ -13,7 +13,7 @@ from functional_ckpt.spec.strided import View, clusters, overlapping
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, HostBuffer
 from functional_ckpt.store.encoding import as_bytes, numpy_dtype
-from functional_ckpt.store.execute import read_plan
+from functional_ckpt.store.fill import read_plan
 
 __all__ = ["Memory"]
 
@@ -41,10 +41,10 @@ class Memory:
     def of(cls, shards: Sequence[ShardSpec], buffers: Sequence[Buffer], stored: Mapping[str, ArrayEntry]) -> "Memory":
         """Inspect all buffers; a view that holds an element twice is a problem: it cannot hold two stored elements."""
         problems: list[SpecError] = []
-        spaces: dict[Hashable, dict[int, View]] = {}
+        spaces: dict[Hashable, dict[int, View | range]] = {}
         for position, buffer in enumerate(buffers):
             space, view = buffer.memory()
-            if view.overlaps_itself:
+            if isinstance(view, View) and view.overlaps_itself:
                 what = "a tensor to load into holds an element of memory twice"
                 problems.append(_problem(what, shards[position], "Pass a contiguous copy"))
                 continue
@@ -71,7 +71,7 @@ class Memory:
         def differs(position: int) -> bool:
             shard = self.shards[position]
             alone = HostBuffer(np.empty(shard.data_shape, numpy_dtype(shard.array.dtype)))
-            read_plan(plan_load(stored, [shard], cast, reshape), stored, [alone], store, budget, "none")
+            read_plan(plan_load(stored, [shard], cast, reshape), [alone], store, budget, "none")
             return as_bytes(alone.array) != as_bytes(self.buffers[position].get(shard.data_shape, 0, WHOLE))
 
         wrong = {position: differs(position) for pair in self.shared for position in pair}
@@ -88,14 +88,14 @@ class Memory:
 
 
 def _sharing(
-    views: Mapping[int, View], shards: Sequence[ShardSpec], stored: Mapping[str, ArrayEntry]
+    views: Mapping[int, View | range], shards: Sequence[ShardSpec], stored: Mapping[str, ArrayEntry]
 ) -> Iterator[tuple[int, int]]:
     """Yield the pairs of positions whose views share a byte, unless they are one view of the same elements."""
     positions = list(views)
     for near in clusters(list(views.values())):
         first: dict[View, int] = {}
         for position in (positions[number] for number in near):
-            early = first.setdefault(views[position], position)
+            early = first.setdefault(View.of(views[position]), position)
             if early != position and not _is_alike(shards[early], shards[position], stored):
                 yield position, early
         alone = list(first.values())

@@ -77,7 +77,7 @@ class StagedBuffer:
     def copier(self) -> None:
         """Return None: the host copies."""
 
-    def memory(self) -> tuple[Hashable, View]:
+    def memory(self) -> tuple[Hashable, View | range]:
         """Return where the copy is."""
         return HostBuffer(self.form()).memory()
 

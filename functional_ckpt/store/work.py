@@ -5,14 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain, islice
 from threading import Condition, Thread
+from typing import TypeVar
 
 import attrs
 
-__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "most_at_once", "run_all", "thread_count"]
+__all__ = ["COPIES", "SMALL_NBYTES", "Work", "at_once", "batches", "most_at_once", "run_all", "thread_count"]
+
+T = TypeVar("T")
 
 #: A smaller task is mostly Python and short system calls, where threads only wait for each other (measured: two threads
 #: take 1.4 times as long as one).
 SMALL_NBYTES = 256 * 2**10
+#: Most pieces that are one task.
+_BATCH = 64
 
 
 #: So many times the bytes of a request are in memory while it is on its way.
@@ -104,6 +109,26 @@ def run_all(
     return results
 
 
+def batches(pieces: Iterable[T], nbytes: Iterable[int]) -> Iterator[tuple[list[T], int]]:
+    """Yield small pieces, as many at a time as are small together, with their bytes; `nbytes` are those of each.
+
+    Examples
+    --------
+    >>> list(batches("ab", [3, 4]))
+    [(['a', 'b'], 7)]
+    """
+    batch: list[T] = []
+    total = 0
+    for piece, each in zip(pieces, nbytes, strict=True):
+        if total + each >= SMALL_NBYTES or len(batch) == _BATCH:
+            yield batch, total
+            batch, total = [], 0
+        batch.append(piece)
+        total += each
+    if batch:
+        yield batch, total
+
+
 def most_at_once(held_nbytes: Iterable[int], budget_nbytes: int, concurrency: int) -> int:
     """Return how many pieces of work `run_all` runs at a time if each waits for a server and holds so much: 1 at least.
 
@@ -137,18 +162,53 @@ def _run_on_threads(
     """Let this thread do what is `mine`, and up to `count` threads, this one at last, what is for all of them."""
     # All threads share one iterator of these tasks: taking its next item is atomic.
     todo = iter(all_of)
-    helpers = [Thread(target=drain, args=(todo,)) for _ in range(min(count, len(all_of)) - 1)]
-    started: list[Thread] = []
+    helpers = _Helpers(lambda: drain(todo))
     try:
-        with suppress(RuntimeError):  # too many threads, or the interpreter is shutting down: go on with fewer
-            for helper in helpers:
-                helper.start()
-                started.append(helper)
+        helpers.start(min(count, len(all_of)) - 1)
         drain(chain(mine, todo))
-        for helper in started:
-            helper.join()
+        helpers.end()
     except BaseException as error:  # an interrupt: no thread may use the caller's memory after this returns
         failures.append(error)
-        for helper in started:
-            helper.join()
+        helpers.end()
         raise
+
+
+class _Helpers:
+    """Threads that call a function, each once. After `end` none of them is in it, nor will be.
+
+    That counts who is in it rather than who was started: a start that is interrupted may have begun a thread.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._inside, self._is_over = 0, False
+        self._changed = Condition()
+        self._started: list[Thread] = []
+
+    def start(self, count: int) -> None:
+        """Start threads; fewer if there are too many, or the interpreter is shutting down."""
+        with suppress(RuntimeError):
+            for _ in range(count):
+                helper = Thread(target=self._help)
+                helper.start()
+                self._started.append(helper)
+
+    def end(self) -> None:
+        """Wait until no thread is in the function."""
+        with self._changed:
+            self._is_over = True
+            self._changed.wait_for(lambda: not self._inside)
+        for helper in self._started:
+            helper.join()
+
+    def _help(self) -> None:
+        with self._changed:
+            if self._is_over:
+                return
+            self._inside += 1
+        try:
+            self._function()
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()

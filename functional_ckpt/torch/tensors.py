@@ -19,7 +19,7 @@ from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
-from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.shard import known_shard
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
@@ -106,11 +106,12 @@ class DeviceBuffer:
         """Begin to copy the tensor to memory of the host, on the stream that is current."""
         to_torch(into, DTYPE_NAMES[self.tensor.dtype]).copy_(self.tensor, non_blocking=True)
 
-    def memory(self) -> tuple[Hashable, View]:
+    def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is."""
         tensor, itemsize = self.tensor, self.tensor.element_size()
         if tensor.is_contiguous():
-            return tensor.device, View.of_bytes(tensor.data_ptr(), tensor.numel() * itemsize)
+            address = tensor.data_ptr()
+            return tensor.device, range(address, address + tensor.numel() * itemsize)
         strides = tuple(step * itemsize for step in tensor.stride())
         return tensor.device, View(tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
 
@@ -152,7 +153,10 @@ class TorchLeaves:
         if isinstance(leaf, DTensor):
             return Target.of(self._held(key, leaf, local), rank, leaf)
         spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        return Target(_identity(leaf, ()), (ShardSpec(spec, spec.box, rank),), (_buffer(local),), leaf)
+        buffer = _buffer(local)
+        # A view on the host tells it at less cost than the tensor.
+        identity = buffer.identity if isinstance(buffer, HostBuffer) and buffer.address else _identity(leaf, ())
+        return Target(identity, (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -182,7 +186,8 @@ class TorchLeaves:
                 )
             )
             # Not get_rank(), which checks ten times as long as this takes.
-            rank = dist.get_rank() if dist.group.WORLD is None else dist.group.WORLD.rank()
+            world = dist.group.WORLD
+            rank = dist.get_rank() if world is None else world.rank()
             sharding, buffers = _placed(spec, leaf, local, rank)
             return HeldArray(spec, buffers, False, identity, sharding, place=rank)
         return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))

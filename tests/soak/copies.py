@@ -96,4 +96,19 @@ COPIES = (
         "an error of a task keeps the tasks", "store/work.py", "        failures.clear()", "        pass",
         ("tests/test_garbage.py", "-k", "cannot_be_read"),
     ),
+    Mutant(
+        "two threads run the saves of one queue", "run/pending.py",
+        "        if key in _WORKED_ON or key not in _QUEUES:", "        if key not in _QUEUES:",
+        ("tests/test_pending.py", "-k", "start_that_is_interrupted"),
+    ),
+    Mutant(
+        "a thread that begins late goes on with memory that was given back", "store/work.py",
+        "            if self._is_over:", "            if not self._changed:",
+        ("tests/test_pending.py", "-k", "threads_begin"),
+    ),
+    Mutant(
+        "a thread is at work when a call returns", "store/work.py",
+        "            self._changed.wait_for(lambda: not self._inside)", "            pass",
+        ("tests/test_pending.py", "-k", "threads_begin"),
+    ),
 )  # fmt: skip

@@ -23,4 +23,9 @@ READS = (
         "    if tensor.is_meta or isinstance(tensor, DTensor):", "    if not isinstance(tensor, torch.Tensor):",
         ("tests/test_dcp_items.py", "-k", "without_memory"),
     ),
+    Mutant(
+        "a transposed view is filled by what fills its tensor", "store/buffer.py",
+        "array.dtype, array.shape, array.strides\n", "array.dtype, array.shape\n",
+        ("tests/test_targets.py", "-k", "transposed"),
+    ),
 )  # fmt: skip

@@ -24,6 +24,16 @@ REMEMBERED = (
         ("tests/test_small.py",),
     ),
     Mutant(
+        "pieces of different fragments have one form", "store/fill.py",
+        "cut.stop, cut.low, cut.high]", "cut.stop, cut.low]",
+        ("property_tests/test_forms.py",),
+    ),
+    Mutant(
+        "pieces of arrays of different layouts have one form", "store/fill.py",
+        "[like[cut.array], cut.chunk,", "[cut.chunk,",
+        ("property_tests/test_forms.py",),
+    ),
+    Mutant(
         "who writes what is remembered whatever the ranks hold", "torch/megatron/strategies/fully_parallel.py",
         " or any(known != world for _, known in proposals)", "",
         ("tests/test_fully_parallel.py", "-k", "same_shards"),

@@ -124,7 +124,7 @@ def load_plan(wanted: Sequence[ShardSpec], stored: Mapping[str, ArrayEntry], cas
     []
     """
     reads = plan_load(stored, wanted, cast).reads
-    return LoadPlan([_read_item(read, wanted[read.shard], stored[read.key]) for read in reads])
+    return LoadPlan([_read_item(read, wanted[read.shard], stored[wanted[read.shard].key]) for read in reads])
 
 
 class StrictSavePlanner(DefaultSavePlanner):
@@ -244,7 +244,7 @@ def _nbytes(item: WriteItem) -> int:
 
 def _read_item(read: ArrayRead, shard: ShardSpec, entry: ArrayEntry) -> ReadItem:
     number = next(i for i, fragment in enumerate(fragments(shard)) if fragment == read.target)
-    return read_item(read.key, read.box, read.target.box, entry.spec.box, number)
+    return read_item(shard.key, read.box, read.target.box, entry.spec.box, number)
 
 
 def check_unused(owner: object, policy: LoadPolicy) -> None:

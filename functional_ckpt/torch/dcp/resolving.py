@@ -110,7 +110,7 @@ class PlannedBuffer:
         """Return who copies the tensor to the host."""
         return self._now().copier()
 
-    def memory(self) -> tuple[Hashable, View]:
+    def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is now."""
         return self._now().memory()
 

@@ -15,7 +15,7 @@ from functional_ckpt.spec.array import known_spec
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.access import SCHEMES
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.execute import check_needed, read_plan
+from functional_ckpt.store.fill import check_needed, read_plan
 from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
@@ -178,8 +178,8 @@ def _fill(source: Opened, items: list[ReadItem], targets: list[Any], policy: Loa
     memory = Memory.of(shards, buffers, entries)
     raise_problems(memory.problems)
     plan = plan_load(entries, shards, policy.cast)
-    raise_problems(check_needed(plan, entries, source.store))
-    read_plan(plan, entries, buffers, source.store, memory.budget(policy.budget_nbytes), policy.verify)
+    raise_problems(check_needed(plan, source.store))
+    read_plan(plan, buffers, source.store, memory.budget(policy.budget_nbytes), policy.verify)
     memory.check(entries, source.store, policy.cast, False, policy.budget_nbytes)
 
 

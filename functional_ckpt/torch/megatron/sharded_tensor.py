@@ -1,14 +1,16 @@
 """`ShardedTensor`: a local tensor and its place in a global one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
 from operator import index, mul
 from typing import Any
 
 import torch
 
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError
-from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.array import MAX_KNOWN, ArraySpec, check_key, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.grid import fragment_shape, grid_index
 from functional_ckpt.spec.shard import ShardSpec, from_rank_offsets, narrow, narrow_runs
@@ -87,8 +89,7 @@ class ShardedTensor(ShardedBase):
         CheckpointingException
             As the constructor; also for a data type that the format does not have.
         """
-        name = DTYPE_NAMES.get(self.dtype)
-        if name is None:
+        if self.dtype not in DTYPE_NAMES:
             raise DTypeError(
                 "the format has no such data type",
                 self.key,
@@ -96,7 +97,7 @@ class ShardedTensor(ShardedBase):
                 expected="one of " + ", ".join(DTYPE_NAMES.values()),
                 found=str(self.dtype),
             )
-        return self._shard(name)
+        return self._shard()
 
     def validate_metadata_integrity(self) -> None:
         """Repeat the checks of the constructor, after fields were changed.
@@ -107,7 +108,7 @@ class ShardedTensor(ShardedBase):
             If the fields contradict each other, or the shard leaves the global tensor; names the key.
         """
         with about(self.key):
-            shard = self._shard(_ANY_DTYPE)
+            shard = self._shard()
             if self.axis_fragmentations is not None:
                 fragment_shape(shard.array, self.axis_fragmentations, exact=False)
                 grid_index(shard)
@@ -128,7 +129,7 @@ class ShardedTensor(ShardedBase):
         >>> shard.global_slice()
         (2, slice(0, 4, None))
         """
-        box = self._shard(_ANY_DTYPE).box
+        box = self._shard().box
         prepended = self.prepend_axis_num
         return (*box.start[:prepended], *box.slices[prepended:])
 
@@ -146,7 +147,7 @@ class ShardedTensor(ShardedBase):
         (1, 0)
         """
         with about(self.key), asserting():
-            return grid_index(self._shard(_ANY_DTYPE))
+            return grid_index(self._shard())
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
         """Return the shape, in elements, of one fragment of the global tensor.
@@ -166,7 +167,7 @@ class ShardedTensor(ShardedBase):
                 raise ShapeError(
                     "the fragments of an irregular grid have no common shape", self.key, shape=self.global_shape
                 )
-            array = self._shard(_ANY_DTYPE).array
+            array = self._shard().array
             return fragment_shape(array, self.axis_fragmentations, exact=not self.allow_shape_mismatch)
 
     def without_data(self) -> "ShardedTensor":
@@ -267,7 +268,7 @@ class ShardedTensor(ShardedBase):
         tensor([0, 0, 0], dtype=torch.int8)
         """
         if self.data is None:
-            shape = self._data_shape(self._shard(_ANY_DTYPE))
+            shape = self._data_shape(self._shard())
             self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list["ShardedTensor"]:
@@ -295,7 +296,7 @@ class ShardedTensor(ShardedBase):
                 what, found = "a narrowed range leaves the shard", (start, length)
                 expected = f"within 0 to {self.local_shape[axis]}"
                 raise NarrowError(what, self.key, shape=tuple(self.local_shape), expected=expected, found=found)
-            shard, global_axis = self._shard(_ANY_DTYPE), axis + self.prepend_axis_num
+            shard, global_axis = self._shard(), axis + self.prepend_axis_num
             if shard.flat is not None:
                 runs = narrow_runs(shard, global_axis, start, length)
                 return [
@@ -321,10 +322,13 @@ class ShardedTensor(ShardedBase):
             flattened_range=None if part.flat is None else slice(*part.flat),
         )
 
-    def _shard(self, dtype: str) -> ShardSpec:
+    def _shard(self) -> ShardSpec:
         with about(self.key):
-            array = ArraySpec(self.key, self.global_shape, dtype)
-            if not len(array.shape) == self.prepend_axis_num + len(self.local_shape) == len(self.global_offset):
+            check_key(self.key)
+            # As ints: equal numbers of other types must not find what is known of these.
+            shape, extents, offset = _ints(self.global_shape), _ints(self.local_shape), _ints(self.global_offset)
+            array = known_spec(self.key, shape, DTYPE_NAMES.get(self.dtype, _ANY_DTYPE))
+            if not len(shape) == self.prepend_axis_num + len(extents) == len(offset):
                 raise ShapeError(
                     "local shape, global shape and offset differ in length",
                     self.key,
@@ -333,22 +337,18 @@ class ShardedTensor(ShardedBase):
                     expected=f"{len(array.shape)} axes, {self.prepend_axis_num} of them prepended",
                     found=f"a local shape {tuple(self.local_shape)}",
                 )
-            box = Box.from_shape((1,) * self.prepend_axis_num + tuple(self.local_shape), self.global_offset)
-            return ShardSpec(array, box, self.replica_id, self._flat(box), self._grid(array, box))
+            extents = (1,) * self.prepend_axis_num + extents
+            replica = self.replica_id if isinstance(self.replica_id, int) else tuple(self.replica_id)
+            counts = None if self.axis_fragmentations is None else _ints(self.axis_fragmentations)
+            return _known_shard(array, extents, offset, replica, self._flat(extents), counts)
 
-    def _flat(self, box: Box) -> tuple[int, int] | None:
+    def _flat(self, extents: tuple[int, ...]) -> tuple[int, int] | None:
         part = self.flattened_range
         if part is None:
             return None
         if part.step not in (None, 1):
-            raise ShapeError("a flattened range has a step", self.key, shape=box.shape, found=part)
-        return 0 if part.start is None else index(part.start), box.size if part.stop is None else index(part.stop)
-
-    def _grid(self, array: ArraySpec, box: Box) -> tuple[int, ...] | None:
-        if self.axis_fragmentations is None or len(self.axis_fragmentations) != len(array.shape):
-            return None
-        counts = tuple(map(index, self.axis_fragmentations))
-        return counts if tuple(map(mul, box.shape, counts)) == array.shape else None
+            raise ShapeError("a flattened range has a step", self.key, shape=extents, found=part)
+        return 0 if part.start is None else index(part.start), prod(extents) if part.stop is None else index(part.stop)
 
     def _data_shape(self, shard: ShardSpec) -> tuple[int, ...]:
         return tuple(self.local_shape) if shard.flat is None else (shard.size,)
@@ -371,6 +371,24 @@ class ShardedTensor(ShardedBase):
                 expected=shape,
                 found=tuple(data.shape),
             )
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(index, values))
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _known_shard(
+    array: ArraySpec,
+    extents: tuple[int, ...],
+    offset: tuple[int, ...],
+    replica_id: ReplicaId,
+    flat: tuple[int, int] | None,
+    counts: tuple[int, ...] | None,
+) -> ShardSpec:
+    """Return a shard, the same object for the same arguments: each state dict of a training describes them anew."""
+    is_grid = counts is not None and len(counts) == len(extents) and tuple(map(mul, extents, counts)) == array.shape
+    return ShardSpec(array, Box.from_shape(extents, offset), replica_id, flat, counts if is_grid else None)
 
 
 def _grid_fields(
