@@ -1,16 +1,19 @@
-"""DCP over its own files and over our storage: ``python -m benchmarks.dcp_storage [--dir DIR ...] [--quick]``.
+"""DCP over its own files and over our storage: ``python -m benchmarks.dcp_storage [--part PART ...] [--quick]``.
 
-Ranks joined by gloo on 127.0.0.1 hold DTensors cut by rows. Four ways take turns: DCP's files as they come, the same
-with CRC switched off, DCP over our storage, and our own save and load. Loads are by rows, and of the large state by
-columns too. At the end: the time to plan a load from checkpoints written as by 4 and as by 1,024 ranks.
+Ranks joined by gloo on 127.0.0.1 hold DTensors cut by rows. Five ways take turns: DCP's files as they come, the same
+with CRC switched off, DCP over our storage, our own save and load, and DCP over a storage that stores nothing: what it
+takes is DCP's own. Loads are by rows, and of the large state by columns too. ``plan``: the time to plan a load from
+checkpoints written as by 4 and as by 1,024 ranks. ``--part small --ranks 2 --rounds 3`` takes a minute or two.
 """
 
 import argparse
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -33,12 +36,15 @@ from benchmarks.sharded import DState, Library, all_ranks, library, prove, shard
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, time_cells
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, LocalShards, SavePolicy, ShardSpec
+from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, SavePlan, WriteResult, done, write_result
+from functional_ckpt.torch.dcp.packed import PackedResults, pack_metadata
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
 
-NO_CRC, ZARR = "DCP, no CRC", "DCP over ours"
+NO_CRC, ZARR, NOTHING = "DCP, no CRC", "DCP over ours", "DCP over nothing"
 ROWS, COLUMNS = 0, 1
-FULL = (Work(large_nbytes=1024 * MIB), Work(small_count=5000))
-QUICK = (Work(large_nbytes=64 * MIB), Work(small_count=500))
+FULL = {"large": Work(large_nbytes=1024 * MIB), "small": Work(small_count=5000)}
+QUICK = {"large": Work(large_nbytes=64 * MIB), "small": Work(small_count=500)}
+PARTS = ("large", "small", "plan")
 
 
 @attrs.frozen
@@ -62,12 +68,14 @@ def main(arguments: list[str] | None = None) -> None:
     for directory in chosen.dir or default_directories()[:1]:
         with scratch_place(directory) as place:
             for ranks in chosen.ranks:
-                for work in QUICK if chosen.quick else FULL:
+                for work in (work for part, work in (QUICK if chosen.quick else FULL).items() if part in chosen.part):
                     tell(f"{ranks} ranks, {place.title}, {work} ...")
                     times = run_ranks(ranks, measure, place, work, chosen.rounds)
                     console.print(_table(ranks, work, times))
                     if work.small_count:
                         console.print(figure_table(f"figures: {ranks} ranks, {work}", FIGURES, times))
+            if "plan" not in chosen.part:
+                continue
             few, many = (planning_s(place.fresh_path(), parts) for parts in (4, 1024))
         console.print(
             f"planning a load: of 4 ranks {few * 1e3:.1f} ms, of 1,024 {many * 1e3:.1f} ms, {many / few:.2f}x"
@@ -88,7 +96,47 @@ def ways() -> list[Library]:
             lambda into, path: dcp.load(into, storage_reader=ZarrStorageReader(path)),
         ),
         library(OURS),
+        Library(
+            NOTHING,
+            lambda state, path: dcp.save(state, storage_writer=NothingWriter(path)),
+            lambda state, path: dcp.async_save(state, storage_writer=NothingWriter(path)).result(),
+            lambda into, path: dcp.load(into, storage_reader=NothingReader(path)),
+        ),
     ]
+
+
+class NothingWriter(ZarrStorageWriter):
+    """Exchanges what `ZarrStorageWriter` does; writes no tensor."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        """Write nothing."""
+        return done(PackedResults(write_result(item, 0) for item in plan.items))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep the metadata, which a load needs."""
+        Path(self.path).mkdir()
+        Path(self.path, "metadata").write_bytes(pickle.dumps(metadata))
+        pack_metadata(metadata)
+
+
+class NothingReader(ZarrStorageReader):
+    """Exchanges what `ZarrStorageReader` does; reads no tensor."""
+
+    _known: ClassVar[dict[Path, Metadata]] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what was kept: after the first time from memory."""
+        path = Path(self.path)
+        if path not in self._known:
+            self._known[path] = pickle.loads(Path(path, "metadata").read_bytes())
+        return self._known[path]
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Open nothing."""
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        """Read nothing."""
+        return done(None)
 
 
 def measure(place: Place, work: Work, rounds: int) -> Times:
@@ -99,6 +147,8 @@ def measure(place: Place, work: Work, rounds: int) -> Times:
     paths: dict[str, Path] = {}
     for one in everyone:
         paths[one.name], _ = timed_save(one, state, place)
+        if one.name == NOTHING:
+            continue
         prove(lambda one=one: one.load(rows, paths[one.name]), rows, work.tensors(), ROWS, one.name)
     times = Times(*({one.name: [] for one in everyone} for _ in range(3)))
     for number in range(rounds):
@@ -170,6 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser("benchmarks.dcp_storage", __doc__)
     parser.add_argument("--dir", type=Path, action="append", help="where to write (default: the first known place)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="what to run (default: all)")
     parser.set_defaults(rounds=5)
     return parser
 

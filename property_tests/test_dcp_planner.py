@@ -25,7 +25,7 @@ from functional_ckpt.torch.dcp import (  # noqa: E402
 )
 from functional_ckpt.torch.dcp.items import captured_plan  # noqa: E402
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter  # noqa: E402
-from functional_ckpt.torch.tensors import TORCH_DTYPES, host_view, to_torch  # noqa: E402
+from functional_ckpt.torch.host_view import TORCH_DTYPES, host_view, to_torch  # noqa: E402
 
 W = ArraySpec("w", (4, 3), "int16")
 EMPTY = World([[], [ShardSpec(ArraySpec("w", (0, 3), "int8"), Box((0, 0), (0, 3)))]])

@@ -24,7 +24,7 @@ from functional_ckpt.torch.dcp import (  # noqa: E402 - they need torch
     planner,
 )
 from functional_ckpt.torch.dcp import storage_writer as storage  # noqa: E402
-from functional_ckpt.torch.tensors import TORCH_DTYPES  # noqa: E402
+from functional_ckpt.torch.host_view import TORCH_DTYPES  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -22,7 +22,7 @@ from functional_ckpt import (
 )
 from functional_ckpt.spec.array import BITS, DTYPES
 from functional_ckpt.spec.box import Box
-from functional_ckpt.torch.tensors import TORCH_DTYPES
+from functional_ckpt.torch.host_view import TORCH_DTYPES
 
 URL = "memory://leaves"
 counter = iter(range(10**6))

@@ -131,8 +131,8 @@ class StoredArray:
 
     def torch(self) -> Any:
         """Return the whole array as a CPU tensor (needs torch)."""
-        tensors = importlib.import_module("functional_ckpt.torch.tensors")
-        return tensors.to_torch(self[...], self.dtype)
+        host_view = importlib.import_module("functional_ckpt.torch.host_view")
+        return host_view.to_torch(self[...], self.dtype)
 
 
 @attrs.frozen(eq=False, repr=False)

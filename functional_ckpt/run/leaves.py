@@ -62,9 +62,9 @@ class LocalShards:
     data: tuple[Array, ...] = attrs.field(converter=_tupled)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)  # not frozen: making it, once for each of thousands of leaves, would take four times as long
 class HeldArray:
-    """An array leaf: its spec, and the buffers of this rank's shards of it.
+    """An array leaf: its spec, and the buffers of this rank's shards of it. Nobody changes it.
 
     `sharding` says how all ranks hold it, if that is known, this process as rank `place` of its mesh; else `shards` are
     the rank's own. With `copy` it is neither: the rank holds all of it, and other ranks under the same key hold copies.

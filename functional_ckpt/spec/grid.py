@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from operator import floordiv, mod, sub
+from operator import floordiv, mod, mul, sub
 
 import attrs
 import numpy as np
 
 from functional_ckpt.errors import ShapeError
-from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.spec.array import MAX_KNOWN, ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import CellMesh
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import Sharding
 
-__all__ = ["Block", "block_of", "fragment_shape", "grid_index", "sharding_of_blocks"]
+__all__ = ["Block", "block_of", "fragment_shape", "grid_index", "shard_at", "sharding_of_blocks"]
 
 
 @attrs.frozen
@@ -61,6 +61,28 @@ def _block(
     if prod(map(sub, stop, start)) != len(cells) or cells != [*product(*map(range, start, stop))]:
         return None
     return tuple(map(floordiv, shape, extents)), Block(start, stop, replica_id)
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def shard_at(
+    array: ArraySpec,
+    extents: tuple[int, ...],
+    offset: tuple[int, ...],
+    replica_id: int | tuple[int, ...],
+    flat: tuple[int, int] | None,
+    counts: tuple[int, ...] | None,
+) -> ShardSpec:
+    """Return a shard, the same object for the same arguments: a training describes its shards anew for each save.
+
+    `counts` are its grid if fragments of these `extents` are so many along each axis.
+
+    Examples
+    --------
+    >>> shard_at(ArraySpec("w", (6,), "int8"), (2,), (4,), 0, None, (3,)).grid
+    (3,)
+    """
+    is_grid = counts is not None and len(counts) == len(extents) and tuple(map(mul, extents, counts)) == array.shape
+    return ShardSpec(array, Box.from_shape(extents, offset), replica_id, flat, counts if is_grid else None)
 
 
 def sharding_of_blocks(grid: tuple[int, ...], blocks: Sequence[Block], replicas: str) -> Sharding | None:

@@ -60,7 +60,7 @@ class Buffer(Protocol):
         """Return where the memory is: an address space (None for the host's), and its bytes, a range if contiguous."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)  # not frozen, like `HeldArray`: there are as many
 class HostBuffer:
     """A numpy array of any byte order. Its strides are arbitrary if its only fragment is the whole; else C-contiguous.
 

@@ -15,7 +15,7 @@ from functional_ckpt.errors import DTypeError, ShapeError, SpecError, Unsupporte
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
-from functional_ckpt.spec.array import BITS, DTYPES, ArraySpec, known_spec
+from functional_ckpt.spec.array import ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
@@ -25,51 +25,10 @@ from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import copier_of
+from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, host_view, to_torch
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
-__all__ = [
-    "DTYPE_NAMES",
-    "TORCH_DTYPES",
-    "TORCH_LEAVES",
-    "DeviceBuffer",
-    "TorchLeaves",
-    "fillable",
-    "host_view",
-    "to_torch",
-]
-
-#: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
-DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-def host_view(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor's memory as a numpy array, of any strides, with an ml_dtypes type if numpy has none.
-
-    Examples
-    --------
-    >>> host_view(torch.ones(2, dtype=torch.bfloat16)).dtype
-    dtype(bfloat16)
-    """
-    name = DTYPE_NAMES[tensor.dtype]
-    if name in BITS:
-        words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
-        return words.view(numpy_dtype(name))
-    plain: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
-    return plain
-
-
-def to_torch(array: Array, name: str) -> torch.Tensor:
-    """Return a writable numpy array of data type `name` as a tensor on the same memory.
-
-    Examples
-    --------
-    >>> to_torch(np.zeros(2, "f4"), "float32").dtype
-    torch.float32
-    """
-    if name in BITS:
-        return torch.from_numpy(array.view(BITS[name])).view(TORCH_DTYPES[name])
-    return torch.from_numpy(array)
+__all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
 
 
 @attrs.frozen(eq=False)
@@ -138,7 +97,11 @@ class TorchLeaves:
         _check_type(key, leaf)
         if leaf.is_meta:
             raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(leaf.shape))
-        return self._held(key, leaf, _local(leaf))
+        if isinstance(leaf, DTensor):
+            return _held_parts(key, leaf, _local(leaf))
+        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+        buffer = _buffer(_resolved(leaf))
+        return HeldArray(spec, (buffer,), True, _whole_identity(leaf, buffer))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
@@ -151,12 +114,10 @@ class TorchLeaves:
         local = _local(leaf)
         _check_fillable(key, local, rank)
         if isinstance(leaf, DTensor):
-            return Target.of(self._held(key, leaf, local), rank, leaf)
+            return Target.of(_held_parts(key, leaf, local), rank, leaf)
         spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
         buffer = _buffer(local)
-        # A view on the host tells it at less cost than the tensor.
-        identity = buffer.identity if isinstance(buffer, HostBuffer) and buffer.address else _identity(leaf, ())
-        return Target(identity, (known_shard(spec, spec.box, rank),), (buffer,), leaf)
+        return Target(_whole_identity(leaf, buffer), (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return type, shape, data type, mesh and placements of a meta tensor."""
@@ -169,28 +130,42 @@ class TorchLeaves:
         """Return a new tensor on the CPU."""
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
-    def _held(self, key: str, leaf: torch.Tensor, local: torch.Tensor) -> HeldArray:
-        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        if isinstance(leaf, DTensor):
-            # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
-            # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
-            placements = leaf.placements
-            identity = (
-                _identity(local, placements)
-                if local.numel()
-                else (
-                    local.untyped_storage()._cdata,
-                    spec.shape,
-                    spec.dtype,
-                    placements,
-                )
-            )
-            # Not get_rank(), which checks ten times as long as this takes.
-            world = dist.group.WORLD
-            rank = dist.get_rank() if world is None else world.rank()
-            sharding, buffers = _placed(spec, leaf, local, rank)
-            return HeldArray(spec, buffers, False, identity, sharding, place=rank)
-        return HeldArray(spec, (_buffer(_resolved(leaf)),), True, _identity(leaf, ()))
+
+def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
+    """Describe the parts of a DTensor that this rank holds; `local` is its local tensor."""
+    spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+    # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
+    # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
+    placements = leaf.placements
+    identity: Hashable
+    if local.numel():
+        identity = _identity(local, placements)
+    else:
+        identity = (local.untyped_storage()._cdata, spec.shape, spec.dtype, placements)
+    # Not get_rank(), which checks ten times as long as this takes.
+    world = dist.group.WORLD
+    rank = dist.get_rank() if world is None else world.rank()
+    sharding, buffers = _placed(spec, leaf, local, rank)
+    return HeldArray(spec, buffers, False, identity, sharding, place=rank)
+
+
+def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
+    """Return data type and memory of a plain tensor, which is to be saved.
+
+    Raises
+    ------
+    UnsupportedLeafError, DTypeError
+        If it cannot be.
+
+    Examples
+    --------
+    >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
+    'int8'
+    """
+    _check_type(key, tensor)
+    if tensor.is_meta:
+        raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(tensor.shape))
+    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
 
 
 def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
@@ -374,12 +349,20 @@ def _dtype_name(key: str, leaf: torch.Tensor) -> str:
     return name
 
 
+def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:
+    """Return what plain tensors that share one memory have in common; a view on the host tells it at less cost."""
+    # A conjugated or negated view was resolved to a copy, which nothing else shares.
+    if isinstance(buffer, HostBuffer) and buffer.address and buffer.address == leaf.data_ptr():
+        return buffer.identity
+    return _identity(leaf, ())
+
+
 def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
     address = tensor.data_ptr()
     if not address:  # meta tensors and empty ones
         return id(tensor)
-    place = (address, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-    return (*place, tensor.is_conj(), tensor.is_neg(), placements)
+    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return address, tensor.device, form, placements
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -17,6 +17,7 @@ def train(place, saving, loading):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     os.environ.update(AWS_ACCESS_KEY_ID="test:tester", AWS_SECRET_ACCESS_KEY="testing")
+    os.environ.update(TENSORSTORE_GCS_HTTP_URL=saving.store.endpoint, GOOGLE_AUTH_TOKEN_FOR_TESTING="token")
     model = torch.nn.Linear(32, 48, bias=False)
     weight = distribute_tensor(torch.arange(48.0 * 32).reshape(48, 32), launch.mesh(4), [Shard(0)], src_data_rank=None)
     model.weight = torch.nn.Parameter(weight)

@@ -17,6 +17,8 @@ def check(store):
 
 @pytest.fixture
 def saved(server, url):
+    if server.name == "google":
+        pytest.skip("the small server speaks as much of Google's API as our store asks for, and these ask for more")
     state = {"model": {"w": np.arange(12, dtype="f4").reshape(3, 4)}, "bias": np.ones(3), "step": 3}
     save(state, url, policy=server.saving(), attributes={"run": 7})
     return url

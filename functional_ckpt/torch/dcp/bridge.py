@@ -42,13 +42,14 @@ from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import DictKey, Path
 from functional_ckpt.store.values import decode_value, encode_value, is_plain
+from functional_ckpt.torch.host_view import TORCH_DTYPES
 from functional_ckpt.torch.object_codec import dump
-from functional_ckpt.torch.tensors import TORCH_DTYPES
 
 __all__ = [
     "BytesStorageMetadata", "ChunkStorageMetadata", "DefaultLoadPlanner", "DefaultSavePlanner", "Future", "LoadPlan",
     "LoadPlanner", "Members", "Metadata", "MetadataIndex", "ReadItem", "SavePlan", "SavePlanner", "StorageMeta",
-    "StorageReader", "StorageWriter", "Streamed", "TensorStorageMetadata", "WriteItem", "WriteResult", "byte_item",
+    "StorageReader", "StorageWriter", "Streamed", "TensorProperties", "TensorStorageMetadata", "TensorWriteData",
+    "WriteItem", "WriteResult", "byte_item",
     "chunk_of", "done", "is_bytes", "is_whole", "metadata_of", "paths", "planned", "read_box", "read_item", "stamp",
     "stored_metadata", "tree_path", "with_planner_data", "with_storage_data", "write_item", "write_result",
     "written_box",
@@ -151,7 +152,10 @@ def written_box(item: WriteItem) -> tuple[tuple[int, ...], Box]:
     data = item.tensor_data
     if data is None:
         raise SpecError("a write item of a tensor lacks its tensor_data", item.index.fqn)
-    return tuple(data.size), Box.from_shape(tuple(data.chunk.sizes), tuple(data.chunk.offsets))
+    return tuple(data.size), _known_box(tuple(data.chunk.sizes), tuple(data.chunk.offsets))
+
+
+_known_box = lru_cache(maxsize=1024)(Box.from_shape)
 
 
 def read_box(item: ReadItem) -> Box:
@@ -164,7 +168,7 @@ def read_box(item: ReadItem) -> Box:
     """
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
-    return Box.from_shape(tuple(item.lengths), start)
+    return _known_box(tuple(item.lengths), start)
 
 
 def with_storage_data(plan: SavePlan, data: Any) -> SavePlan:

@@ -2,9 +2,9 @@
 
 import io
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
@@ -13,7 +13,8 @@ from functional_ckpt.run.capture import Captured, Describer
 from functional_ckpt.run.leaves import HeldArray
 from functional_ckpt.run.objects import object_bytes, trust_needed
 from functional_ckpt.run.policy import SavePolicy
-from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.array import known_spec
+from functional_ckpt.spec.shard import known_shard
 from functional_ckpt.spec.tree import DictKey, Path, unflatten
 from functional_ckpt.store.values import plain_text
 from functional_ckpt.torch.dcp.bridge import SavePlan, WriteItem, is_bytes, is_whole, tree_path, written_box
@@ -43,9 +44,9 @@ def captured_plan(
 
 
 def _add_tensor(seen: Describer, resolver: Resolver, item: WriteItem, path: Path) -> None:
-    held, (shape, box) = resolver.held(item), written_box(item)
-    key, local = item.index.fqn, held.spec
-    if local.shape != box.shape:
+    found, (shape, box) = resolver.resolved(item), written_box(item)
+    key = item.index.fqn
+    if found.shape != box.shape:
         raise ShapeError(
             "the planner gives a tensor of another shape than it planned",
             key,
@@ -53,13 +54,14 @@ def _add_tensor(seen: Describer, resolver: Resolver, item: WriteItem, path: Path
             shape=shape,
             offset=box.start,
             expected=box.shape,
-            found=local.shape,
+            found=found.shape,
         )
-    # The spec comes from the tensor, not from the plan: a cached plan may have an outdated data type.
-    spec = attrs.evolve(local, shape=shape)
-    buffers = (PlannedBuffer(resolver, item, local),) if resolver.makes_tensors else held.buffers
+    # The data type is that of the tensor, not of the plan: a cached plan may have an outdated one.
+    spec = known_spec(key, shape, found.dtype)
+    own = resolver.makes_tensors
+    buffer = PlannedBuffer(resolver, item, (found.shape, found.dtype)) if own else found.buffer
     # By key: a tensor that the planner makes anew may have the address of an earlier one.
-    region = HeldArray(spec, buffers, is_whole(item), key, shards=() if is_whole(item) else (ShardSpec(spec, box),))
+    region = HeldArray(spec, (buffer,), is_whole(item), key, shards=() if is_whole(item) else (known_shard(spec, box),))
     seen.add_array(key, path, region)
 
 
@@ -102,12 +104,19 @@ def _tidy_paths(keys: Iterable[str], planner_data: Any) -> dict[str, Path]:
     All that the planner has mapped counts, not only the items that were left to this rank.
     """
     mapped = planner_data if isinstance(planner_data, dict) else {}
-    keys = tuple(dict.fromkeys(keys))
-    paths = {key: tree_path(key, mapped) for key in (*mapped, *keys) if isinstance(key, str)}
-    try:
-        unflatten((path, None) for path in paths.values())
-    except SpecError:
+    paths = {key: tree_path(key, mapped) for key in dict.fromkeys((*mapped, *keys)) if isinstance(key, str)}
+    if _has_gaps(tuple(paths.values())):
         paths = {
             key: tuple(DictKey(item) if isinstance(item, int) else item for item in path) for key, path in paths.items()
         }
-    return {key: paths[key] for key in keys}
+    return paths
+
+
+@lru_cache(maxsize=4)
+def _has_gaps(paths: tuple[Path, ...]) -> bool:
+    """Tell whether no tree has these paths: of a state that is saved again and again that is found out once."""
+    try:
+        unflatten((path, None) for path in paths)
+    except SpecError:
+        return True
+    return False

@@ -45,7 +45,7 @@ from functional_ckpt.torch.dcp.bridge import (
     write_item,
     written_box,
 )
-from functional_ckpt.torch.tensors import DTYPE_NAMES, TORCH_DTYPES
+from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES
 
 __all__ = [
     "StrictLoadPlanner",

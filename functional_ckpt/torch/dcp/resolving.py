@@ -5,23 +5,23 @@ DCP's planner returns the tensors of the state dict themselves, which cost no ex
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 import attrs
 import torch
+from torch.distributed.tensor import DTensor
 
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError
-from functional_ckpt.run.leaves import HeldArray
-from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier
 from functional_ckpt.store.encoding import Array
-from functional_ckpt.torch.dcp.bridge import DefaultSavePlanner, WriteItem
-from functional_ckpt.torch.tensors import TORCH_LEAVES
+from functional_ckpt.torch.dcp.bridge import DefaultSavePlanner, MetadataIndex, WriteItem
+from functional_ckpt.torch.tensors import readable
 
-__all__ = ["PlannedBuffer", "Resolver"]
+__all__ = ["PlannedBuffer", "Resolver", "is_stock", "local_tensor"]
 
 #: Tensors kept at once: the one whose chunks are being written, and the next, which another thread has begun.
 _KEPT = 2
@@ -34,8 +34,8 @@ class Resolver:
     def __init__(self, planner: Any, rank: int) -> None:
         self.planner, self.rank = planner, rank
         #: Whether tensors may be created anew each time: then not all may be kept.
-        self.makes_tensors = not all(_is_stock(planner, name) for name in _STOCK)
-        self._recent: OrderedDict[tuple[str, Any], HeldArray] = OrderedDict()
+        self.makes_tensors = not is_stock(planner, DefaultSavePlanner, _STOCK)
+        self._recent: OrderedDict[tuple[str, Any], Resolved] = OrderedDict()
         self._lock = Lock()
 
     def data(self, item: WriteItem) -> Any:
@@ -62,8 +62,10 @@ class Resolver:
         """Return the object of an item from the state dict, unless the planner transforms it."""
         return None if self.makes_tensors else (self._asking(item, lambda: self.planner.lookup_object(item.index)),)
 
-    def held(self, item: WriteItem) -> HeldArray:
-        """Return the tensor of an item, from the last requested ones if possible."""
+    def resolved(self, item: WriteItem) -> "Resolved":
+        """Return the tensor of an item, from the last requested ones if it may have to be made."""
+        if not self.makes_tensors:
+            return self._asked(item)
         place = item.index.fqn, item.index.offset
         with self._lock:
             known = self._recent.get(place)
@@ -73,13 +75,27 @@ class Resolver:
                     self._recent.popitem(last=False)
             return known
 
-    def _asked(self, item: WriteItem) -> HeldArray:
-        key, data = item.index.fqn, self.data(item)
+    def _asked(self, item: WriteItem) -> "Resolved":
+        key = item.index.fqn
+        data: Any = None if self.makes_tensors else local_tensor(self.planner.state_dict, item.index)
+        data = self.data(item) if data is None else data
+        if isinstance(data, DTensor):
+            data = self._asking(item, lambda: data.__get_tensor_shard__(item.index))
         if not isinstance(data, torch.Tensor):
             raise UnsupportedLeafError(
                 "the planner did not return a tensor", key, rank=self.rank, found=type(data).__name__
             )
-        return TORCH_LEAVES.hold(key, data.detach(), self.rank)
+        dtype, buffer = readable(key, data, self.rank)
+        return Resolved(tuple(data.shape), dtype, buffer)
+
+
+@attrs.frozen(eq=False)
+class Resolved:
+    """A plain tensor that a planner returned."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    buffer: Buffer
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +104,7 @@ class PlannedBuffer:
 
     resolver: Resolver
     item: WriteItem
-    expected: ArraySpec
+    expected: tuple[tuple[int, ...], str]
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
         """Return None: a view would keep the tensor in memory."""
@@ -115,17 +131,48 @@ class PlannedBuffer:
         return self._now().memory()
 
     def _now(self) -> Buffer:
-        found, expected = self.resolver.held(self.item), self.expected
-        if found.spec != expected:
+        found, expected = self.resolver.resolved(self.item), self.expected
+        if (found.shape, found.dtype) != expected:
             raise ShapeError(
                 "the planner gives another tensor than before",
-                expected.key,
-                expected=(expected.shape, expected.dtype),
-                found=(found.spec.shape, found.spec.dtype),
+                self.item.index.fqn,
+                expected=expected,
+                found=(found.shape, found.dtype),
             )
-        return found.buffers[0]
+        return found.buffer
 
 
-def _is_stock(planner: Any, name: str) -> bool:
-    own = getattr(getattr(planner, name, None), "__func__", None)
-    return own is not None and own is getattr(DefaultSavePlanner, name, None)
+def local_tensor(state: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
+    """Return the tensor behind a DTensor of a planner's `state`; None for anything else, for which it is to be asked.
+
+    DCP's planner returns a view of the same memory. It makes it through autograd, which takes longer than to copy a
+    small tensor.
+    """
+    leaf = state.get(index.fqn)
+    if type(leaf) is not DTensor or not _are_held(leaf.placements):
+        return None
+    local: Any = getattr(leaf, "_local_tensor", None)
+    return local if type(local) is torch.Tensor else None
+
+
+@lru_cache(maxsize=64)
+def _are_held(placements: tuple[Any, ...]) -> bool:
+    return not any(placement.is_partial() for placement in placements)
+
+
+def is_stock(planner: Any, kind: type, names: Sequence[str]) -> bool:
+    """Tell whether a planner has these methods of `kind`, a planner of DCP: not its own, nor those of a patch.
+
+    Examples
+    --------
+    >>> is_stock(DefaultSavePlanner(), DefaultSavePlanner, ["resolve_data"])
+    True
+    """
+    theirs = [getattr(kind, name, None) for name in names]
+    own = [getattr(getattr(planner, name, None), "__func__", None) for name in names]
+    file = _file_of(vars(kind).get("__init__"))
+    return own == theirs and file is not None and all(_file_of(method) == file for method in theirs)
+
+
+def _file_of(function: Any) -> str | None:
+    return getattr(getattr(function, "__code__", None), "co_filename", None)

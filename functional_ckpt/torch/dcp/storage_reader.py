@@ -5,6 +5,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from functional_ckpt.errors import CheckpointError, GapError, ProblemError, ShapeError, SpecError, raise_problems
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import Manifest
@@ -12,7 +14,7 @@ from functional_ckpt.run.arguments import check_policy
 from functional_ckpt.run.objects import ObjectReader
 from functional_ckpt.run.policy import LoadPolicy
 from functional_ckpt.spec.array import known_spec
-from functional_ckpt.spec.shard import ShardSpec
+from functional_ckpt.spec.shard import ShardSpec, known_shard
 from functional_ckpt.store.access import SCHEMES
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.fill import check_needed, read_plan
@@ -20,6 +22,7 @@ from functional_ckpt.store.reading import Opened
 from functional_ckpt.store.sharing import Memory
 from functional_ckpt.store.values import decode_text
 from functional_ckpt.torch.dcp.bridge import (
+    DefaultLoadPlanner,
     LoadPlan,
     Metadata,
     ReadItem,
@@ -30,10 +33,15 @@ from functional_ckpt.torch.dcp.bridge import (
     read_box,
     stored_metadata,
 )
+from functional_ckpt.torch.dcp.packed import packed_load_plan
 from functional_ckpt.torch.dcp.planner import check_unused, local_numel
+from functional_ckpt.torch.dcp.resolving import is_stock, local_tensor
 from functional_ckpt.torch.tensors import fillable
 
 __all__ = ["ZarrStorageReader", "has_store"]
+
+#: Of a planner that has these from DCP, what to fill is a region of the tensor that it looks up, and no more is done.
+_STOCK = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
 class ZarrStorageReader(StorageReader):
@@ -105,12 +113,12 @@ class ZarrStorageReader(StorageReader):
         self._opened = self._opened or Opened.at(self.path, self.policy.store)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
-        return plan
+        """Leave the plan as it is, to travel in a short form."""
+        return packed_load_plan(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
-        return plans
+        """Leave the plans as they are, to travel in a short form."""
+        return [packed_load_plan(plan) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         """Check all items, then read all of them at once into their places."""
@@ -121,12 +129,15 @@ class ZarrStorageReader(StorageReader):
 
     def _read(self, opened: Opened, plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
-        targets = [planner.resolve_tensor(item) for item in tensors]
-        raise_problems([*_uncovered(tensors, planner), *_left_out(opened.manifest, plan.items, planner)])
+        is_plain = is_stock(planner, DefaultLoadPlanner, _STOCK)
+        targets = [] if is_plain else [planner.resolve_tensor(item) for item in tensors]
+        wholes = _wholes(tensors, planner)
+        targets = targets or [planner.transform_tensor(item, wholes[item.dest_index]) for item in tensors]
+        raise_problems([*_uncovered(tensors, wholes), *_left_out(opened.manifest, plan.items, planner)])
         with opened.guard():
             streams = _streams(opened, [item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
-            _fill(opened, tensors, [target.detach() for target in targets], self.policy)
-        for item, target in zip(tensors, targets, strict=True):
+            _fill(opened, tensors, targets, self.policy)
+        for item, target in () if is_plain else zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item, stream in streams:
             planner.load_bytes(item, stream)
@@ -171,9 +182,9 @@ def _fill(source: Opened, items: list[ReadItem], targets: list[Any], policy: Loa
                 expected=box.shape,
                 found=tuple(target.shape),
             )
-        dtype, buffer = fillable(key, target)
+        dtype, buffer = fillable(key, target.detach() if target.requires_grad else target)
         stored = entries[key].spec.shape if key in entries else box.stop
-        shards.append(ShardSpec(known_spec(key, stored, dtype), box))
+        shards.append(known_shard(known_spec(key, stored, dtype), box))
         buffers.append(buffer)
     memory = Memory.of(shards, buffers, entries)
     raise_problems(memory.problems)
@@ -225,20 +236,34 @@ def has_store(checkpoint_id: Any) -> bool:
     return text.partition("://")[0] in ("file", "memory", *SCHEMES) if "://" in text else bool(text)
 
 
-def _uncovered(items: list[ReadItem], planner: Any) -> list[ProblemError]:
-    """Return a problem for each local tensor of which some elements are not read; needs a planner that shows them."""
+def _wholes(items: Iterable[ReadItem], planner: Any) -> dict[Any, torch.Tensor]:
+    """Return the local tensors that items read into, by their indexes; none of a planner that does not show them."""
     lookup = getattr(planner, "lookup_tensor", None)
     if lookup is None:
-        return []
+        return {}
+    state = planner.state_dict if is_stock(planner, DefaultLoadPlanner, ["lookup_tensor"]) else {}
+    found: dict[Any, torch.Tensor] = {}
+    for item in items:
+        index = item.dest_index
+        if index not in found:
+            local = local_tensor(state, index)
+            found[index] = lookup(index) if local is None else local
+    return found
+
+
+def _uncovered(items: list[ReadItem], wholes: Mapping[Any, torch.Tensor]) -> list[ProblemError]:
+    """Return a problem for each local tensor of which some elements are not read."""
     cells: dict[Any, int] = {}
     for item in items:
-        cells[item.dest_index] = cells.get(item.dest_index, 0) + int(item.lengths.numel())
-    problems: list[ProblemError] = []
-    for index, count in cells.items():
-        wanted = lookup(index).numel()
-        if count != wanted:
-            offset = tuple(index.offset or ())
-            problems.append(
-                GapError("the plan does not fill a tensor", index.fqn, offset=offset, expected=wanted, found=count)
-            )
-    return problems
+        cells[item.dest_index] = cells.get(item.dest_index, 0) + item.lengths.numel()
+    return [
+        GapError(
+            "the plan does not fill a tensor",
+            index.fqn,
+            offset=tuple(index.offset or ()),
+            expected=whole.numel(),
+            found=cells[index],
+        )
+        for index, whole in wholes.items()
+        if cells[index] != whole.numel()
+    ]

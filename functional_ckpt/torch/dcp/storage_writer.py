@@ -49,6 +49,7 @@ from functional_ckpt.torch.dcp.bridge import (
     write_result,
 )
 from functional_ckpt.torch.dcp.items import captured_plan
+from functional_ckpt.torch.dcp.packed import PackedResults, pack_metadata, packed_save_plan
 from functional_ckpt.torch.dcp.storage_reader import ZarrStorageReader, has_store
 from functional_ckpt.torch.dcp.writing import Writing, abandon_left
 from functional_ckpt.torch.group.link import Link, announce, announced, member_link
@@ -135,7 +136,7 @@ class ZarrStorageWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add this rank to the plan: the plan does not contain it, and DCP does not pass the group that saves."""
-        return with_storage_data(plan, Members((_number(),)))
+        return packed_save_plan(with_storage_data(plan, Members((_number(),))))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add all members to the plans. Chunks are planned later, by all ranks: DCP skips this for cached plans."""
@@ -149,7 +150,7 @@ class ZarrStorageWriter(StorageWriter):
         if len(ranks) > 1 and not all(getattr(plan, "usable", True) for plan in plans):
             # DCP passes nothing to a rank that keeps its cached plan.
             announce(ranks, _PURPOSE, save_id, self.policy.timeout_s)
-        return [with_storage_data(plan, self._members) for plan in plans]
+        return [packed_save_plan(with_storage_data(plan, self._members)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         """Begin to write this rank's part, on a thread where others take part; nothing is visible yet."""
@@ -186,7 +187,7 @@ class ZarrStorageWriter(StorageWriter):
             gather = gather if self._with_collectives else GatherOnly(gather)
             self._writing = Writing.done(write(gather, describe, Tracker()))
         specs = {leaf.key: leaf.spec for leaf in held[0].common.arrays}
-        return [write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items]
+        return PackedResults(write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish in one step what all ranks have written; without collectives, all ranks come here."""
@@ -208,6 +209,8 @@ class ZarrStorageWriter(StorageWriter):
             raise
         self._writing = None
         stamp(metadata, self.checkpoint_id)
+        if self._with_collectives and written.prepared.gather.size > 1:  # DCP now sends it to the other ranks
+            pack_metadata(metadata)
 
     def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
         """Describe what this rank is to write."""

@@ -14,6 +14,7 @@ from functional_ckpt.errors import CheckpointError, DuplicateKeyError, SpecError
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.shard import ShardSpec, fragments
+from functional_ckpt.torch.host_view import TORCH_DTYPES
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 from functional_ckpt.torch.megatron.factory import ShardedTensorFactory
 from functional_ckpt.torch.megatron.mapping import LocalNonpersistentObject
@@ -21,7 +22,6 @@ from functional_ckpt.torch.megatron.sharded_base import ShardedBase, is_main_rep
 from functional_ckpt.torch.megatron.sharded_object import ShardedObject
 from functional_ckpt.torch.megatron.sharded_tensor import ShardedTensor
 from functional_ckpt.torch.megatron.state_tree import leaves_of, map_leaves
-from functional_ckpt.torch.tensors import TORCH_DTYPES
 
 __all__ = [
     "Request",

@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import prod
-from operator import index, mul
+from operator import index
 from typing import Any
 
 import torch
 
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError
-from functional_ckpt.spec.array import MAX_KNOWN, ArraySpec, check_key, known_spec
-from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.grid import fragment_shape, grid_index
+from functional_ckpt.spec.array import check_key, known_spec
+from functional_ckpt.spec.grid import fragment_shape, grid_index, shard_at
 from functional_ckpt.spec.shard import ShardSpec, from_rank_offsets, narrow, narrow_runs
+from functional_ckpt.torch.host_view import DTYPE_NAMES
 from functional_ckpt.torch.megatron.exceptions import AxisError, NarrowError, asserting
 from functional_ckpt.torch.megatron.sharded_base import ReplicaId, ShardedBase, about
-from functional_ckpt.torch.tensors import DTYPE_NAMES
 
 __all__ = ["ShardedTensor"]
 
@@ -90,13 +88,9 @@ class ShardedTensor(ShardedBase):
             As the constructor; also for a data type that the format does not have.
         """
         if self.dtype not in DTYPE_NAMES:
-            raise DTypeError(
-                "the format has no such data type",
-                self.key,
-                shape=tuple(self.global_shape),
-                expected="one of " + ", ".join(DTYPE_NAMES.values()),
-                found=str(self.dtype),
-            )
+            what, expected = "the format has no such data type", "one of " + ", ".join(DTYPE_NAMES.values())
+            shape = tuple(self.global_shape)
+            raise DTypeError(what, self.key, shape=shape, expected=expected, found=str(self.dtype))
         return self._shard()
 
     def validate_metadata_integrity(self) -> None:
@@ -340,7 +334,7 @@ class ShardedTensor(ShardedBase):
             extents = (1,) * self.prepend_axis_num + extents
             replica = self.replica_id if isinstance(self.replica_id, int) else tuple(self.replica_id)
             counts = None if self.axis_fragmentations is None else _ints(self.axis_fragmentations)
-            return _known_shard(array, extents, offset, replica, self._flat(extents), counts)
+            return shard_at(array, extents, offset, replica, self._flat(extents), counts)
 
     def _flat(self, extents: tuple[int, ...]) -> tuple[int, int] | None:
         part = self.flattened_range
@@ -375,20 +369,6 @@ class ShardedTensor(ShardedBase):
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(map(index, values))
-
-
-@lru_cache(maxsize=MAX_KNOWN)
-def _known_shard(
-    array: ArraySpec,
-    extents: tuple[int, ...],
-    offset: tuple[int, ...],
-    replica_id: ReplicaId,
-    flat: tuple[int, int] | None,
-    counts: tuple[int, ...] | None,
-) -> ShardSpec:
-    """Return a shard, the same object for the same arguments: each state dict of a training describes them anew."""
-    is_grid = counts is not None and len(counts) == len(extents) and tuple(map(mul, extents, counts)) == array.shape
-    return ShardSpec(array, Box.from_shape(extents, offset), replica_id, flat, counts if is_grid else None)
 
 
 def _grid_fields(

@@ -1,0 +1,351 @@
+"""Plans, write results and metadata of DCP, in the short form in which they travel between ranks.
+
+DCP pickles them item by item, and the item of one tensor is five objects. But thousands of tensors differ by name only.
+So the names travel, and each form once, as an item that DCP itself can pickle. What arrives is equal to what was sent,
+and of DCP's own classes once somebody has looked into it; till then it is passed on as it came.
+Items of a kind that is not known here, such as a subclass, travel as DCP sends them.
+"""
+
+import pickle
+import secrets
+from collections.abc import Callable, Hashable, Iterable
+from copy import deepcopy
+from dataclasses import fields
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import attrs
+
+from functional_ckpt.torch.dcp.bridge import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    TensorProperties,
+    TensorStorageMetadata,
+    TensorWriteData,
+    WriteItem,
+    WriteResult,
+)
+
+__all__ = ["PackedResults", "pack_metadata", "packed_load_plan", "packed_save_plan"]
+
+
+def packed_save_plan(plan: SavePlan) -> SavePlan:
+    """Return a plan with the same items, which travels in the short form.
+
+    Examples
+    --------
+    >>> from functional_ckpt.torch.dcp.bridge import byte_item
+    >>> plan = SavePlan([byte_item("step")])
+    >>> pickle.loads(pickle.dumps(packed_save_plan(plan))) == plan
+    True
+    """
+    return _SentSavePlan(**_fields(plan)) if type(plan) is SavePlan else plan
+
+
+def packed_load_plan(plan: LoadPlan) -> LoadPlan:
+    """Return a plan with the same items, which travels in the short form.
+
+    Examples
+    --------
+    >>> pickle.loads(pickle.dumps(packed_load_plan(LoadPlan([])))) == LoadPlan([])
+    True
+    """
+    return _SentLoadPlan(**_fields(plan)) if type(plan) is LoadPlan else plan
+
+
+def pack_metadata(metadata: Metadata) -> None:
+    """Let metadata travel in the short form the next time that they are pickled, and later as always.
+
+    Examples
+    --------
+    >>> metadata = Metadata({"step": BytesStorageMetadata()})
+    >>> pack_metadata(metadata)
+    >>> pickle.loads(pickle.dumps(metadata)) == metadata
+    True
+    """
+    if type(metadata) is Metadata:
+        metadata.__class__ = _SentMetadata
+
+
+class PackedResults(list[WriteResult]):
+    """Write results, which travel in the short form.
+
+    Examples
+    --------
+    >>> pickle.loads(pickle.dumps(PackedResults([])))
+    []
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the short form, or a list."""
+        self.parcel = _Parcel.of(_RESULTS, self)
+        return (list, (list(self),)) if self.parcel is None else (_arrived_results, (self.parcel,))
+
+
+def _arrived_results(parcel: "_Parcel") -> list[WriteResult]:
+    return parcel.items(_RESULTS)
+
+
+@attrs.frozen
+class _Kind:
+    """How objects are taken apart into `name` and `form`, and `made` from another one of that form and a name.
+
+    `form` is None for an object that is more than these two tell.
+    """
+
+    name: Callable[[Any], str]
+    form: Callable[[Any], Hashable]
+    made: Callable[[Any, str], Any]
+
+
+def _packed(kind: _Kind, items: Iterable[Any]) -> bytes | None:
+    """Return items as bytes; None if one of them cannot be taken apart."""
+    numbers: dict[Hashable, int] = {None: -1}
+    first: list[Any] = []
+    which: list[int] = []
+    items, form_of = list(items), kind.form
+    try:
+        for item in items:
+            number = numbers.setdefault(form_of(item), len(first))
+            if number == len(first):
+                first.append(item)
+            which.append(number)
+    except (AttributeError, TypeError):  # a field is not what DCP says that it is
+        return None
+    if -1 in which:
+        return None
+    return pickle.dumps(([*map(kind.name, items)], which, first), pickle.HIGHEST_PROTOCOL)
+
+
+def _unpacked(kind: _Kind, data: bytes) -> list[Any]:
+    names, which, first = pickle.loads(data)  # noqa: S301 - from ranks of this group, never from storage
+    return [*map(kind.made, map(first.__getitem__, which), names)]
+
+
+@attrs.frozen(eq=False)
+class _Parcel:
+    """Packed items on their way. The process that has sent them, and still holds the parcel, finds its own in it."""
+
+    data: bytes
+    token: bytes
+    own: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, kind: _Kind, items: Iterable[Any]) -> "_Parcel | None":
+        """Return items to be sent; None if they cannot be packed."""
+        own = tuple(items)
+        data = _packed(kind, own)
+        if data is None:
+            return None
+        parcel = cls(data, secrets.token_bytes(16), own)
+        _SENT[parcel.token] = parcel
+        return parcel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.data, self.token)
+
+    def items(self, kind: _Kind) -> list[Any]:
+        """Return a new list of the items."""
+        return _unpacked(kind, self.data) if self.own is None else list(self.own)
+
+
+def _received(data: bytes, token: bytes) -> _Parcel:
+    return _SENT.get(token) or _Parcel(data, token)
+
+
+#: By random tokens: no other items ever have the same.
+_SENT: WeakValueDictionary[bytes, _Parcel] = WeakValueDictionary()
+
+
+_PROPERTIES = tuple(field.name for field in fields(TensorProperties))
+_index_form = attrgetter("__class__", "offset", "index")
+_chunk_form = attrgetter("__class__", "offsets", "sizes")
+_properties_form = attrgetter("__class__", *_PROPERTIES)
+_write_form = attrgetter("__class__", "type", "bytes_io_data")
+_tensor_form = attrgetter("__class__", "size")
+_read_form = attrgetter("__class__", "type", "dest_offsets", "storage_offsets", "lengths")
+_result_form = attrgetter("__class__", "size_in_bytes", "storage_data")
+_OF_TENSORS = (TensorWriteData, ChunkStorageMetadata, TensorProperties)
+
+
+def _form_of_write(item: WriteItem) -> Hashable:
+    own, index, data = _write_form(item), _index_form(item.index), item.tensor_data
+    if own[0] is not WriteItem or index[0] is not MetadataIndex:
+        return None
+    if data is None:
+        return own, index
+    tensor, chunk, properties = _tensor_form(data), _chunk_form(data.chunk), _properties_form(data.properties)
+    return (own, index, tensor, chunk, properties) if (tensor[0], chunk[0], properties[0]) == _OF_TENSORS else None
+
+
+def _write_like(item: WriteItem, name: str) -> WriteItem:
+    data = item.tensor_data
+    if data is not None:
+        data = TensorWriteData(_chunk_like(data.chunk), _properties_like(data.properties), data.size)
+    return WriteItem(_index_like(item.index, name), item.type, item.bytes_io_data, data)
+
+
+def _form_of_read(item: ReadItem) -> Hashable:
+    own, into, stored = _read_form(item), _index_form(item.dest_index), _index_form(item.storage_index)
+    if own[0] is not ReadItem or into[0] is not MetadataIndex or stored[0] is not MetadataIndex:
+        return None
+    name = item.storage_index.fqn
+    return own, into, stored, None if name == item.dest_index.fqn else name
+
+
+def _read_like(item: ReadItem, name: str) -> ReadItem:
+    stored = item.storage_index
+    stored = _index_like(stored, name) if stored.fqn == item.dest_index.fqn else stored
+    into = _index_like(item.dest_index, name)
+    return ReadItem(item.type, into, item.dest_offsets, stored, item.storage_offsets, item.lengths)
+
+
+def _form_of_result(result: WriteResult) -> Hashable:
+    own, index = _result_form(result), _index_form(result.index)
+    return (own, index) if own[0] is WriteResult and index[0] is MetadataIndex else None
+
+
+def _result_like(result: WriteResult, name: str) -> WriteResult:
+    return WriteResult(_index_like(result.index, name), result.size_in_bytes, result.storage_data)
+
+
+def _form_of_stored(pair: tuple[str, Any]) -> Hashable:
+    value = pair[1]
+    if type(value) is BytesStorageMetadata:
+        return BytesStorageMetadata
+    chunks = tuple(map(_chunk_form, value.chunks))
+    properties = _properties_form(value.properties)
+    is_known = type(value) is TensorStorageMetadata and properties[0] is TensorProperties
+    return (value.size, properties, chunks) if is_known and all(c[0] is ChunkStorageMetadata for c in chunks) else None
+
+
+def _stored_like(pair: tuple[str, Any], name: str) -> tuple[str, Any]:
+    value = pair[1]
+    if type(value) is BytesStorageMetadata:
+        return name, BytesStorageMetadata()
+    chunks = [_chunk_like(chunk) for chunk in value.chunks]
+    return name, TensorStorageMetadata(_properties_like(value.properties), value.size, chunks)
+
+
+# Whoever got the items may change these: each item has its own.
+def _chunk_like(chunk: ChunkStorageMetadata) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(chunk.offsets, chunk.sizes)
+
+
+def _properties_like(properties: TensorProperties) -> TensorProperties:
+    return TensorProperties(*_properties_form(properties)[1:])
+
+
+def _index_like(index: MetadataIndex, name: str) -> MetadataIndex:
+    return MetadataIndex(name, index.offset, index.index)
+
+
+_WRITES = _Kind(attrgetter("index.fqn"), _form_of_write, _write_like)
+_READS = _Kind(attrgetter("dest_index.fqn"), _form_of_read, _read_like)
+_RESULTS = _Kind(attrgetter("index.fqn"), _form_of_result, _result_like)
+_STORED = _Kind(itemgetter(0), _form_of_stored, _stored_like)
+
+
+class _Standin:
+    """Stands in for an object of DCP: is equal to it, reads as it, and its copies are of DCP's own class."""
+
+    _own: ClassVar[type]
+
+    def _plain(self) -> Any:
+        return self._own(**_fields(self))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._plain() == (other._plain() if isinstance(other, _Standin) else other))
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def __copy__(self) -> Any:
+        return self._plain()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._own(**deepcopy(_fields(self), memo))
+
+
+class _Arrived(_Standin):
+    """What arrived lacks one field, and holds it packed: it is made when somebody asks for it."""
+
+    _field: ClassVar[str]
+    _kind: ClassVar[_Kind]
+
+    @classmethod
+    def sent_as(cls, value: Any) -> tuple[Any, ...]:
+        """Return how pickle is to send `value`."""
+        others = _fields(value)
+        whole = others.pop(cls._field)
+        parcel = _Parcel.of(cls._kind, whole.items() if isinstance(whole, dict) else whole)
+        if parcel is None:
+            return _made, (cls._own, {**others, cls._field: whole})
+        if type(value) is not cls._own:  # held as long as this way of sending it
+            value.__dict__["_parcel"] = parcel
+        return _made, (cls, {**others, "_parcel": parcel})
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._field or "_parcel" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        items = self.__dict__.pop("_parcel").items(self._kind)
+        self.__dict__[name] = dict(items) if self._kind is _STORED else items
+        object.__setattr__(self, "__class__", self._own)
+        return self.__dict__[name]
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        """Return DCP's own: so does ``dataclasses.replace``."""
+        return cls._own(*arguments, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (type(self), dict(self.__dict__))
+
+
+def _made(cls: type, state: dict[str, Any]) -> Any:
+    value: Any = object.__new__(cls)
+    value.__dict__.update(state)
+    return value
+
+
+class _ArrivedSavePlan(_Arrived, SavePlan):
+    _own, _field, _kind = SavePlan, "items", _WRITES
+
+
+class _ArrivedLoadPlan(_Arrived, LoadPlan):
+    _own, _field, _kind = LoadPlan, "items", _READS
+
+
+class _ArrivedMetadata(_Arrived, Metadata):
+    _own, _field, _kind = Metadata, "state_dict_metadata", _STORED
+
+
+class _SentSavePlan(_Standin, SavePlan):
+    _own = SavePlan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ArrivedSavePlan.sent_as(self)
+
+
+class _SentLoadPlan(_Standin, LoadPlan):
+    _own = LoadPlan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ArrivedLoadPlan.sent_as(self)
+
+
+class _SentMetadata(_Standin, Metadata):
+    _own = Metadata
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        object.__setattr__(self, "__class__", Metadata)
+        return _ArrivedMetadata.sent_as(self)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}

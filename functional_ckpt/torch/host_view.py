@@ -1,0 +1,42 @@
+"""`host_view` and `to_torch`: one memory as a CPU tensor and as a numpy array; torch's data types by their names."""
+
+import torch
+
+from functional_ckpt.spec.array import BITS, DTYPES
+from functional_ckpt.store.encoding import Array, numpy_dtype
+
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "host_view", "to_torch"]
+
+#: torch data type -> Zarr v3 name. complex32, quantized and packed float4 have none (docs/adr).
+DTYPE_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def host_view(tensor: torch.Tensor) -> Array:
+    """Return a CPU tensor's memory as a numpy array, of any strides, with an ml_dtypes type if numpy has none.
+
+    Examples
+    --------
+    >>> host_view(torch.ones(2, dtype=torch.bfloat16)).dtype
+    dtype(bfloat16)
+    """
+    name = DTYPE_NAMES[tensor.dtype]
+    if name in BITS:
+        words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
+        return words.view(numpy_dtype(name))
+    plain: Array = tensor.detach().numpy() if tensor.requires_grad else tensor.numpy()
+    return plain
+
+
+def to_torch(array: Array, name: str) -> torch.Tensor:
+    """Return a writable numpy array of data type `name` as a tensor on the same memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> to_torch(np.zeros(2, "f4"), "float32").dtype
+    torch.float32
+    """
+    if name in BITS:
+        return torch.from_numpy(array.view(BITS[name])).view(TORCH_DTYPES[name])
+    return torch.from_numpy(array)
