@@ -62,7 +62,8 @@ class LocalShards:
     data: tuple[Array, ...] = attrs.field(converter=_tupled)
 
 
-@attrs.define(eq=False)  # not frozen: making it, once for each of thousands of leaves, would take four times as long
+# Not frozen: to make a frozen one, once for each of thousands of leaves, takes three times as long.
+@attrs.define(eq=False)
 class HeldArray:
     """An array leaf: its spec, and the buffers of this rank's shards of it. Nobody changes it.
 

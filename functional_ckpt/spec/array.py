@@ -47,7 +47,7 @@ BITS: Mapping[str, str] = MappingProxyType(
     {name: "uint16" if name == "bfloat16" else "uint8" for name in DTYPES if name.startswith(("float8", "bfloat"))}
 )
 
-#: How many specs, leaves and names a process keeps from save to save: about 50 MB at most.
+#: How many specs, leaves, names, shards or headers a process keeps from save to save: about 50 MB of each at most.
 MAX_KNOWN = 2**16
 
 #: Largest extent of one axis, in elements (TensorStore's limit, measured).

@@ -183,9 +183,9 @@ class AsyncCallsQueue:
         return len(self._calls)
 
     def close(self, abort: bool = False) -> None:
-        """Finalise all calls and end the worker; with `abort`, drop the calls, none of which is published.
+        """Finalise all calls and end the worker; with `abort`, drop the calls, whose functions are not called.
 
-        With `abort`, running work continues to its end, but its functions are not called.
+        With `abort`, running work continues to its end. A save of our strategies publishes by itself, dropped or not.
 
         Raises
         ------
