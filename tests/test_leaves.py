@@ -253,3 +253,18 @@ def test_a_plain_number_takes_an_array_of_rank_0(tmp_path, fast):
 def test_an_empty_defaultdict_is_a_dict(tmp_path, fast):
     save({"state": defaultdict(dict)}, tmp_path / "a", policy=fast)
     assert load({"state": {}}, tmp_path / "a") == {"state": {}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_array_and_a_tensor_of_one_memory_are_tied(dtype, url, same, specials):
+    """One is stored; both are filled, whether they still share their memory or not. Other bits of it are no tie."""
+    words = specials(dtype).view(BITS.get(dtype, dtype))
+    array, tensor = words.view(specials(dtype).dtype), torch.from_numpy(words).view(TORCH_DTYPES[dtype])
+    state = {"a": array, "b": tensor, "c": tensor.clone(), "d": tensor[:1]}
+    manifest = save(state, url)
+    assert [(alias.key, alias.target) for alias in manifest.aliases] == [("b", "a")]
+    apart = {"a": np.zeros_like(array), **{key: torch.zeros_like(state[key]) for key in "bcd"}}
+    same(load(apart, url), state)
+    kept = {key: value.copy() if key == "a" else value.clone() for key, value in state.items()}
+    words[...] = 0
+    same(load({"a": array, "b": tensor, "c": tensor.clone(), "d": tensor[:1].clone()}, url), kept)
