@@ -30,10 +30,7 @@ from functional_ckpt.store.chunk import (
     write_chunk,
     write_header,
 )
-from functional_ckpt.store.encoding import (
-    as_bytes,
-    digest,
-)
+from functional_ckpt.store.encoding import as_bytes, digest
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
 from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, run_all
 
@@ -152,7 +149,7 @@ def _write_small(
             found.append((number, 0, write_chunk(store, array, grid.index(0), values)))
         else:
             source = plan.fragment(row)
-            found += _write_pieces(number, array, source, buffer, store, _pieces(array.grid, source.box))
+            found += _write_pieces(number, array, source, buffer, store, _pieces(grid, source.box))
     return found
 
 

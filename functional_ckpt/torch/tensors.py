@@ -94,14 +94,11 @@ class TorchLeaves:
             return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
         if isinstance(leaf, LocalTensors):
             return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
-        _check_type(key, leaf)
-        if leaf.is_meta:
-            raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(leaf.shape))
         if isinstance(leaf, DTensor):
+            _check_readable(key, leaf, rank)
             return _held_parts(key, leaf, _local(leaf))
-        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
-        buffer = _buffer(_resolved(leaf))
-        return HeldArray(spec, (buffer,), True, _whole_identity(leaf, buffer))
+        dtype, buffer = readable(key, leaf, rank)
+        return HeldArray(known_spec(key, leaf.shape, dtype), (buffer,), True, _whole_identity(leaf, buffer))
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
@@ -162,10 +159,14 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
     'int8'
     """
+    _check_readable(key, tensor, rank)
+    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
+
+
+def _check_readable(key: str, tensor: torch.Tensor, rank: int) -> None:
     _check_type(key, tensor)
     if tensor.is_meta:
         raise UnsupportedLeafError("a meta tensor has no data to save", key, rank=rank, shape=tuple(tensor.shape))
-    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
 
 
 def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:

@@ -104,15 +104,14 @@ class _Kind:
     made: Callable[[Any, str], Any]
 
 
-def _packed(kind: _Kind, items: Iterable[Any]) -> bytes | None:
+def _packed(kind: _Kind, items: tuple[Any, ...]) -> bytes | None:
     """Return items as bytes; None if one of them cannot be taken apart."""
     numbers: dict[Hashable, int] = {None: -1}
     first: list[Any] = []
     which: list[int] = []
-    items, form_of = list(items), kind.form
     try:
         for item in items:
-            number = numbers.setdefault(form_of(item), len(first))
+            number = numbers.setdefault(kind.form(item), len(first))
             if number == len(first):
                 first.append(item)
             which.append(number)

@@ -130,9 +130,12 @@ class ZarrStorageReader(StorageReader):
     def _read(self, opened: Opened, plan: LoadPlan, planner: Any) -> None:
         tensors = [item for item in plan.items if not is_bytes(item)]
         is_plain = is_stock(planner, DefaultLoadPlanner, _STOCK)
-        targets = [] if is_plain else [planner.resolve_tensor(item) for item in tensors]
-        wholes = _wholes(tensors, planner)
-        targets = targets or [planner.transform_tensor(item, wholes[item.dest_index]) for item in tensors]
+        if is_plain:
+            wholes = _wholes(tensors, planner)
+            targets = [planner.transform_tensor(item, wholes[item.dest_index]) for item in tensors]
+        else:
+            targets = [planner.resolve_tensor(item) for item in tensors]
+            wholes = _wholes(tensors, planner)
         raise_problems([*_uncovered(tensors, wholes), *_left_out(opened.manifest, plan.items, planner)])
         with opened.guard():
             streams = _streams(opened, [item for item in plan.items if is_bytes(item)], self.policy.safe_globals)
