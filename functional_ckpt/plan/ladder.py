@@ -187,7 +187,7 @@ def _grid(cut: Cut, policy: LayoutPolicy, least: int = 0) -> tuple[str, tuple[in
         half = -(-target // 2)
         joined = _joined(shard, whole, itemsize, target)
         chunk = subdivide(joined, faced, itemsize, target, half) if joined == shard else joined
-        # Where the array ends within shards along several axes, chunks of whole shards may hold little.
+        # Where the array ends within a shard, the chunks at that end may hold little.
         if (_count(shape, chunk) - 1) * half <= nbytes:
             return "exclusive" if joined == shard else "owned", chunk
     return "owned", _free(whole, itemsize, target)
