@@ -324,10 +324,11 @@ class FileStore:
         return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete files, and directories that become empty."""
+        """Delete files, and directories that become empty; a name with a slash at its end is that of a directory."""
         for name in names:
             with storage_errors("deleting", name):
-                (self.root / name).unlink(missing_ok=True)
+                if not name.endswith("/"):
+                    (self.root / name).unlink(missing_ok=True)
         for directory in {os.path.dirname(name): None for name in names if "/" in name}:
             with suppress(OSError):  # it holds other files
                 (self.root / directory).rmdir()
