@@ -26,7 +26,7 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store import object_store
 from functional_ckpt.store.base import UNSIZED
-from functional_ckpt.store.joiner import REUSED_NBYTES
+from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner
 from functional_ckpt.store.object_store import ObjectStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
@@ -258,6 +258,27 @@ def test_large_objects_are_handed_over_by_one_thread(server, url, monkeypatch):
     assert len({*threads}) == 1
     loaded = load({key: np.zeros_like(value) for key, value in state.items()}, url, policy=server.loading())
     assert all(np.array_equal(loaded[key], value) for key, value in state.items())
+
+
+def test_an_object_is_joined_while_another_is_handed_over():
+    joiner, began, joined = Joiner(), threading.Event(), threading.Event()
+
+    class Telling(list):
+        def __iter__(self):
+            joined.set()
+            return super().__iter__()
+
+    def write(memory):
+        began.set()
+        return joined.wait(60), bytes(memory)
+
+    first = threading.Thread(target=lambda: found.append(joiner.passed([memoryview(b"abc")], 4, write)))
+    found = []
+    first.start()
+    assert began.wait(60)
+    second = joiner.passed(Telling([memoryview(b"de")]), 4, bytes)
+    first.join()
+    assert (found, second) == ([(True, b"abc\0")], b"de\0\0")
 
 
 @pytest.mark.parametrize(("count", "budget", "each"), [(1, 2**30, 4), (8, 2**30, 2), (16, 2**30, 1), (16, 2**19, 4)])
