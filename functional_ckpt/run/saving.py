@@ -143,6 +143,7 @@ def _begin(
 class Written:
     """A save whose chunks are all in storage, not published yet.
 
+    `receipts` are those of the ranks, with arrays as the plan numbers them.
     `checked_s` is when this rank checked that, before any other began to wait for the end, by ``time.monotonic``.
     """
 
@@ -201,8 +202,9 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
             digested = receipts + together(gather, digest_mine)
 
         def check() -> Written:
-            manifest = build_manifest(plan.state, plan.arrays, _all_chunks(plan.arrays, digested))
-            return _checked(Written(prepared, store, manifest, tuple(receipts)), tracker)
+            numbered = _renumbered(plan.arrays, digested)
+            manifest = build_manifest(plan.state, plan.arrays, ChunkRows.joined([r.chunks for r in numbered]))
+            return _checked(Written(prepared, store, manifest, numbered[: len(receipts)]), tracker)
 
         return agree(gather, check)
 
@@ -280,7 +282,7 @@ def _publish(written: Written) -> tuple[str, ...]:
 
     def finish() -> tuple[str, ...]:
         if gather.rank == 0:
-            provenance = _provenance(prepared, list(written.receipts))
+            provenance = _provenance(prepared, written.receipts)
             policy, site = prepared.policy, prepared.site
             published.append(
                 publish(site, written.store, written.manifest, provenance, policy.consolidate, confirm,
@@ -325,28 +327,30 @@ def _is_broken(error: BaseException) -> bool:
     return not isinstance(error, CheckpointError) or isinstance(error, RankFailedError)
 
 
-def _all_chunks(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> ChunkRows:
-    """Return the digests of all ranks, with their arrays as the plan numbers them."""
-    numbers = {array.spec.key: number for number, array in enumerate(arrays)}
-    renumbered = [
-        attrs.evolve(r.chunks, array=np.array([numbers[key] for key in r.keys], np.int64)[r.chunks.array])
-        for r in receipts
-    ]
-    return ChunkRows.joined(renumbered)
+def _renumbered(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> tuple[Receipt, ...]:
+    """Return the receipts of all ranks, with arrays as the plan of all of them numbers them."""
+    keys = tuple([array.spec.key for array in arrays])
+    numbers = {key: number for number, key in enumerate(keys)}
+
+    def renumbered(receipt: Receipt) -> Receipt:
+        array = np.array([numbers[key] for key in receipt.keys], np.int64)[receipt.chunks.array]
+        return attrs.evolve(receipt, keys=keys, chunks=attrs.evolve(receipt.chunks, array=array))
+
+    return tuple([receipt if receipt.keys == keys else renumbered(receipt) for receipt in receipts])
 
 
 def _check_presence(store: Store, arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> None:
     if not receipts:
         return
-    rows = _all_chunks(arrays, receipts)
+    rows = ChunkRows.joined([receipt.chunks for receipt in receipts])
     numbers = zip(rows.array.tolist(), rows.chunk.tolist(), strict=True)
-    wanted = [(arrays[number], arrays[number].grid.index(chunk)) for number, chunk in numbers]
+    wanted = ((array := arrays[number], array.grid.index(chunk)) for number, chunk in numbers)
     raise_problems(check_chunks(store, wanted, absent_chunks(store, arrays)))
 
 
-def _provenance(prepared: Prepared, receipts: list[Receipt]) -> dict[str, Any]:
+def _provenance(prepared: Prepared, receipts: Sequence[Receipt]) -> dict[str, Any]:
     names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
-    chunks = _all_chunks(prepared.plan.arrays, receipts)
+    chunks = ChunkRows.joined([receipt.chunks for receipt in receipts])
     ranks = np.repeat(np.arange(len(receipts)), [len(receipt.chunks) for receipt in receipts])
     return {
         "save_id": prepared.site.save_id,
