@@ -31,11 +31,19 @@ from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 __all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
 
 
+#: What a device puts in order at a time, in memory of its own, before it sends it.
+_PART_NBYTES = 32 * 2**20
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 @attrs.frozen(eq=False)
 class DeviceBuffer:
     """A tensor in memory that the host cannot address; regions are copied to and from the host on demand."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor = attrs.field(converter=_detached)
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
         """Return None: there is no host view."""
@@ -52,6 +60,8 @@ class DeviceBuffer:
         host = np.empty(tuple(piece.shape), numpy_dtype(name))
         copy_cast(host, values)
         piece.copy_(to_torch(host, name))
+        # `copy_` returns while the device still puts the elements of a strided piece in their places.
+        _wait_for(piece.device)
 
     def form(self) -> Array:
         """Return an array of the tensor's shape and data type, of one element that repeats."""
@@ -63,7 +73,7 @@ class DeviceBuffer:
 
     def copy_to(self, into: Array) -> None:
         """Begin to copy the tensor to memory of the host, on the stream that is current."""
-        to_torch(into, DTYPE_NAMES[self.tensor.dtype]).copy_(self.tensor, non_blocking=True)
+        _begin_to_copy(self.tensor, to_torch(into, DTYPE_NAMES[self.tensor.dtype]))
 
     def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is."""
@@ -81,22 +91,41 @@ class DeviceBuffer:
         return self.tensor.view(-1)[run : run + size].view(shape)[region]
 
 
+def _begin_to_copy(tensor: torch.Tensor, into: torch.Tensor) -> None:
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _PART_NBYTES or tensor.is_contiguous():
+        into.copy_(tensor, non_blocking=True)
+        return
+    axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
+    rows = max(1, tensor.shape[axis] * _PART_NBYTES // nbytes)
+    for part, place in zip(tensor.split(rows, axis), into.split(rows, axis), strict=True):
+        _begin_to_copy(part, place)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for what this thread has asked a device to do."""
+    stream = getattr(getattr(torch, device.type, None), "current_stream", None)
+    if stream is not None:
+        stream(device).synchronize()
+
+
 class TorchLeaves:
     """Tensors (any stride; meta tensors are allocated on load), DTensors (any mesh; no partial sums), local shards."""
 
-    def accepts(self, leaf: object) -> bool:
-        """Tell whether `leaf` is a tensor, or holds tensors or an object."""
-        return isinstance(leaf, _LEAF_TYPES)
+    def accepts_type(self, kind: type) -> bool:
+        """Tell whether leaves of a type are tensors, or hold tensors or an object."""
+        return issubclass(kind, _LEAF_TYPES)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
-        if isinstance(leaf, OpaqueObject):
-            return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
-        if isinstance(leaf, LocalTensors):
-            return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
-        if isinstance(leaf, DTensor):
-            _check_readable(key, leaf, rank)
-            return _held_parts(key, leaf, _local(leaf))
+        if type(leaf) not in _PLAIN_TYPES:
+            if isinstance(leaf, OpaqueObject):
+                return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
+            if isinstance(leaf, LocalTensors):
+                return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
+            if isinstance(leaf, DTensor):
+                _check_readable(key, leaf, rank)
+                return _held_parts(key, leaf, _local(leaf))
         dtype, buffer = readable(key, leaf, rank)
         return HeldArray(known_spec(key, leaf.shape, dtype), (buffer,), True, _whole_identity(leaf, buffer))
 
@@ -159,6 +188,12 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
     'int8'
     """
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is not None and tensor.is_cpu and type(tensor) in _PLAIN_TYPES:
+        try:  # torch gives no array of a tensor that is not dense, or conjugated, or negated: one call instead of nine
+            return dtype, HostBuffer(host_view(tensor), tensor.data_ptr())
+        except (RuntimeError, TypeError):
+            pass
     _check_readable(key, tensor, rank)
     return _dtype_name(key, tensor), _buffer(_resolved(tensor))
 
@@ -191,7 +226,7 @@ def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
 
 
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
-    plain = leaf.detach() if leaf.requires_grad else leaf
+    plain = _detached(leaf)
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
@@ -225,10 +260,10 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
     """Return the local part of a tensor, detached."""
     if not isinstance(leaf, DTensor):
-        return leaf.detach() if leaf.requires_grad else leaf
+        return _detached(leaf)
     # to_local goes through autograd, which costs more than the rest of the work for a small tensor.
     local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
-    return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local
+    return _detached(leaf.to_local() if local is None else local)
 
 
 def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor, rank: int) -> tuple[Sharding, tuple[Buffer, ...]]:
@@ -316,9 +351,7 @@ def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
         return HostBuffer(host_view(tensor), tensor.data_ptr())
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
-    stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
-    if stream is not None:
-        stream(tensor.device).synchronize()
+    _wait_for(tensor.device)
     return DeviceBuffer(tensor)
 
 
@@ -354,7 +387,7 @@ def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:
     """Return what plain tensors that share one memory have in common; a view on the host tells it at less cost."""
     # A conjugated or negated view was resolved to a copy, which nothing else shares.
     if isinstance(buffer, HostBuffer) and buffer.address and buffer.address == leaf.data_ptr():
-        return buffer.identity
+        return buffer
     return _identity(leaf, ())
 
 
