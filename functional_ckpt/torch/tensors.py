@@ -191,7 +191,7 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is not None and tensor.is_cpu and type(tensor) in _PLAIN_TYPES:
         try:  # torch gives no array of a tensor that is not dense, or conjugated, or negated: one call instead of nine
-            return dtype, HostBuffer(host_view(tensor), tensor.data_ptr())
+            return dtype, _buffer(tensor)
         except (RuntimeError, TypeError):
             pass
     _check_readable(key, tensor, rank)
