@@ -372,14 +372,10 @@ def _check_type(key: str, leaf: torch.Tensor) -> None:
 def _dtype_name(key: str, leaf: torch.Tensor) -> str:
     name = DTYPE_NAMES.get(leaf.dtype)
     if name is None:
-        raise DTypeError(
-            "the format has no such data type",
-            key,
-            shape=tuple(leaf.shape),
-            expected="one of " + ", ".join(TORCH_DTYPES),
-            found=str(leaf.dtype),
-            remedy="View it as a data type of the same width, such as torch.view_as_real for complex32",
-        )
+        remedy = "View it as a data type of the same width, such as torch.view_as_real for complex32"
+        expected, found = "one of " + ", ".join(TORCH_DTYPES), str(leaf.dtype)
+        what, shape = "the format has no such data type", tuple(leaf.shape)
+        raise DTypeError(what, key, shape=shape, expected=expected, found=found, remedy=remedy)
     return name
 
 
