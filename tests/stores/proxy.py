@@ -69,6 +69,19 @@ class Proxy:
         with self._lock:
             self.requests, self.fault, self.most_in_flight = [], fault, 0
 
+    def clients(self):
+        """Return the connections that are open."""
+        with self._lock:
+            return frozenset(self._clients)
+
+    def outlast(self, but):
+        """Wait until all connections have ended `but` these: nothing of what came by them is still on its way."""
+        with socket.create_connection(("127.0.0.1", self.port)) as last:  # taken after all that came before it
+            last.sendall(b"\r\n")
+            last.recv(1)
+        while self.clients() - but:
+            time.sleep(0.01)
+
     def close(self):
         """Stop, and cut what clients keep open: the next proxy may get this port."""
         self._closing.set()
