@@ -199,7 +199,21 @@ def _path_text(key: str, path: Path | None) -> str | None:
     """Return the text of a path; None if the key tells it."""
     if path is None:
         return "null"
-    return None if path == tuple(key.split(".")) else canonical(path_to_json(path))
+    return None if is_told_by(key, path) else canonical(path_to_json(path))
+
+
+def is_told_by(key: str, path: Path) -> bool:
+    """Tell whether a path is a key split at its dots.
+
+    Examples
+    --------
+    >>> is_told_by("a.b", ("a", "b")), is_told_by("a.b", ("a.b",)), is_told_by("0", (0,))
+    (True, False, False)
+    """
+    try:
+        return key.count(".") == len(path) - 1 and ".".join(path) == key  # type: ignore[arg-type] # nearly all are text
+    except TypeError:
+        return False
 
 
 def _path_of(record: Mapping[str, Any]) -> Path | None:
@@ -210,7 +224,9 @@ def _path_of(record: Mapping[str, Any]) -> Path | None:
 
 def _array_text(entry: ArrayEntry) -> str:
     spec, path = entry.spec, _path_text(entry.spec.key, entry.path)
-    digests = entry.digests.hex(",", DIGEST_NBYTES).replace(",", '","')
+    digests = entry.digests.hex(",", DIGEST_NBYTES)
+    if len(entry.digests) > DIGEST_NBYTES:
+        digests = digests.replace(",", '","')
     told = f'["{digests}"]' if digests else "[]", encode_basestring_ascii(spec.key)
     form = _array_form(spec.shape, spec.dtype, entry.layout, entry.codec, path is not None)
     return form % (told if path is None else (*told, path))

@@ -128,7 +128,7 @@ class Describer:
             self._untrusted[key] = trust_needed(key, held.buffers[0].get(held.spec.shape, 0, WHOLE))
         sharding = None if held.sharding is None else relabelled(held.sharding, self.members)
         leaf = _known_leaf(held.spec, path, held.codec, None, held.copy, sharding)
-        first = self._leaves.setdefault(key, leaf)
+        first, before = self._leaves.setdefault(key, leaf), self._buffers.get(key)
         if first is not leaf and (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
             raise SpecError(
                 "the regions of one array disagree about it",
@@ -138,9 +138,9 @@ class Describer:
                 expected=(first.spec.shape, first.spec.dtype),
                 found=(leaf.spec.shape, leaf.spec.dtype),
             )
-        if leaf.is_copy and key in self._buffers:
+        if leaf.is_copy and before is not None:
             raise SpecError("the plan writes a whole tensor twice", key, rank=self.rank, shape=leaf.spec.shape)
-        self._buffers[key] = self._buffers.get(key, ()) + held.buffers
+        self._buffers[key] = held.buffers if before is None else before + held.buffers
         self._identities.setdefault(key, held.identity)
         if not first.is_copy and first.sharding is None:
             self._shards[key] = self._shards.get(key, ()) + held.all_shards(self.rank)
@@ -210,9 +210,10 @@ def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, key: str, path
 
 
 def _take_key(taken: dict[str, Path], key: str, path: Path) -> None:
-    check_key(key)
+    if not key.isascii():
+        check_key(key)
     for item in path:
-        if isinstance(item, DictKey) and not _is_representable(item.value):
+        if type(item) is DictKey and not _is_representable(item.value):
             raise SpecError(
                 "a dict key of this type has no representation",
                 key,

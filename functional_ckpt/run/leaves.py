@@ -7,7 +7,7 @@ a spec.
 import importlib
 import sys
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.spec.array import ArraySpec, known_spec
 from functional_ckpt.spec.shard import ShardSpec, known_shard
 from functional_ckpt.spec.sharding import Sharding
-from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.store.buffer import Buffer, HostBuffer, address_of
 from functional_ckpt.store.encoding import Array, dtype_name, has_dtype, numpy_dtype
 
 __all__ = ["HeldArray", "LeafAdapter", "LocalShards", "NumpyLeaves", "PerRank", "Target", "adapter_of"]
@@ -113,9 +113,6 @@ class Target:
 class LeafAdapter(Protocol):
     """Knows one family of array types."""
 
-    def accepts(self, leaf: object) -> bool:
-        """Tell whether `leaf` is an array of this family."""
-
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
 
@@ -149,7 +146,7 @@ class NumpyLeaves:
                 found=type(leaf).__name__,
                 remedy="Save numpy.asarray(...) of it",
             )
-        return _whole(key, np.asarray(leaf), _identity(leaf))
+        return _whole(key, leaf)
 
     def target(self, key: str, leaf: Any, rank: int, device: str) -> Target:
         """Describe a leaf that is loaded."""
@@ -165,12 +162,12 @@ class NumpyLeaves:
             return Target.of(held, rank, leaf)
         if isinstance(leaf, ArraySpec):
             array = self.empty(leaf, leaf)
-            return Target.of(_whole(key, array, id(array)), rank, array)
+            return Target.of(_whole(key, array), rank, array)
         if isinstance(leaf, np.generic):
             scalar = np.empty((), leaf.dtype)
-            return Target.of(_whole(key, scalar, id(scalar)), rank, scalar, itemgetter(()))
+            return Target.of(_whole(key, scalar), rank, scalar, itemgetter(()))
         _check_writable(key, leaf)
-        return Target.of(_whole(key, leaf, _identity(leaf)), rank, leaf)
+        return Target.of(_whole(key, leaf), rank, leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
         """Return a spec itself."""
@@ -189,22 +186,35 @@ def adapter_of(leaf: object) -> LeafAdapter | None:
     >>> adapter_of(3.5) is None, adapter_of(np.zeros(2)) is None
     (True, False)
     """
-    if _NUMPY.accepts(leaf):
+    adapter = _adapter_of_type(type(leaf))
+    return _NUMPY if adapter is None and _NUMPY.accepts(leaf) else adapter
+
+
+@lru_cache(maxsize=256)  # a state has thousands of leaves of a few types
+def _adapter_of_type(kind: type) -> LeafAdapter | None:
+    """Return the adapter for all leaves of a type; None if there is none, or it depends on the leaf.
+
+    A type of torch exists only once torch is imported, so that the answer for a type stays right.
+    """
+    if issubclass(kind, _NUMPY_TYPES):
         return _NUMPY
-    if "torch" in sys.modules and _torch_leaves().accepts(leaf):
-        return _torch_leaves()
-    return None
+    return _torch_leaves() if "torch" in sys.modules and _torch_leaves().accepts_type(kind) else None
 
 
 @cache
-def _torch_leaves() -> LeafAdapter:
-    adapter: LeafAdapter = importlib.import_module("functional_ckpt.torch.tensors").TORCH_LEAVES
-    return adapter
+def _torch_leaves() -> Any:
+    return importlib.import_module("functional_ckpt.torch.tensors").TORCH_LEAVES
 
 
-def _whole(key: str, array: Array, identity: Hashable) -> HeldArray:
+def _whole(key: str, leaf: Any) -> HeldArray:
+    """Describe an array or a scalar, which every rank holds whole."""
+    array = np.asarray(leaf)
     spec = known_spec(key, array.shape, dtype_name(array.dtype, key))
-    return HeldArray(spec, (HostBuffer(array),), True, identity)
+    # A scalar has no memory, and nothing shares that of an array without elements: the leaf itself tells them apart.
+    if not isinstance(leaf, np.ndarray) or not array.size:
+        return HeldArray(spec, (HostBuffer(array),), True, id(leaf))
+    buffer = HostBuffer(array, address_of(array))
+    return HeldArray(spec, (buffer,), True, buffer)
 
 
 def _local_shards(key: str, leaf: LocalShards) -> HeldArray:
@@ -238,12 +248,6 @@ def _local_shards(key: str, leaf: LocalShards) -> HeldArray:
 def _check_writable(key: str, array: Array) -> None:
     if not array.flags.writeable:
         raise SpecError("an array to load into is read-only", key, shape=array.shape, remedy="Pass a writable copy")
-
-
-def _identity(array: Any) -> Hashable:
-    if not isinstance(array, np.ndarray) or not array.size:
-        return id(array)
-    return array.__array_interface__["data"][0], array.dtype, array.shape, array.strides
 
 
 _NUMPY_TYPES = (np.ndarray, LocalShards, ArraySpec, ShardSpec)

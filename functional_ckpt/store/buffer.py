@@ -64,7 +64,8 @@ class Buffer(Protocol):
 class HostBuffer:
     """A numpy array of any byte order. Its strides are arbitrary if its only fragment is the whole; else C-contiguous.
 
-    `address` is that of its first element: whoever knows it passes it, since numpy makes a dict to tell it.
+    `address` is that of its first element: whoever knows it passes it, since numpy makes a dict to tell it. Buffers of
+    the same elements, in the same order, are equal if their addresses are known.
 
     Examples
     --------
@@ -102,11 +103,16 @@ class HostBuffer:
             return None, range(address, address + array.nbytes)
         return None, View(address, array.shape, array.strides, array.itemsize)
 
-    @property
-    def identity(self) -> Hashable:
-        """What buffers of the same elements, in the same order, have in common."""
-        array = self.array
-        return self.address, array.dtype, array.shape, array.strides
+    def __hash__(self) -> int:
+        """Return the hash of the address."""
+        return hash(self.address)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare address, data type, shape and strides."""
+        if not isinstance(other, HostBuffer) or self.address is None or self.address != other.address:
+            return self is other
+        one, two = self.array, other.array
+        return (one.dtype, one.shape, one.strides) == (two.dtype, two.shape, two.strides)
 
 
 def address_of(array: Array) -> int:

@@ -184,7 +184,7 @@ def digest_bytes(data: memoryview | bytes) -> bytes:
 
 def as_bytes(array: Array) -> memoryview:
     """Return the elements in C order as a flat memory view; copied only if the array is not C-contiguous."""
-    return np.ascontiguousarray(array).ravel().view(_BYTE).data
+    return array.ravel().view(_BYTE).data
 
 
 def is_raw(layout: Layout) -> bool:

@@ -18,7 +18,6 @@ from functional_ckpt.plan.save import SavePlan
 from functional_ckpt.plan.state import ChunkRows
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.columns import Ints
 from functional_ckpt.spec.shard import Fragment
 from functional_ckpt.store.assemble import Digest, assemble_and_write
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
@@ -59,11 +58,14 @@ def write_plan(
     budget_nbytes: int,
     on_bytes: OnBytes | None = None,
     exchange: Exchange | None = None,
+    failure: Exception | None = None,
 ) -> Receipt:
-    """Write the part of this rank of `plan` from the rank's `buffers`; shared chunks get their digest later."""
-    failure: Exception | None = None
+    """Write the part of this rank of `plan` from the rank's `buffers`; shared chunks get their digest later.
+
+    A rank that has met a `failure` before writes nothing and raises it, once no other rank waits for its pieces.
+    """
     direct: list[Digest] = []
-    work = _direct_work(plan, buffers, store)
+    work = [] if failure else _direct_work(plan, buffers, store)
     try:
         direct = [
             d
@@ -121,25 +123,25 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
     small = rows[is_small[rows]]
     work += [
         Work(nbytes, partial(write, batch), nbytes)
-        for batch, nbytes in batches(_rows(plan, small), plan.nbytes[small].tolist())
+        for batch, nbytes in batches(small.tolist(), plan.nbytes[small].tolist())
     ]
     for row in rows[~is_small[rows]].tolist():
         work += _writers(plan, row, buffers, store)
     return work
 
 
-def _rows(plan: SavePlan, rows: Ints) -> Iterator[_Row]:
+def _rows(plan: SavePlan, rows: Sequence[int]) -> Iterator[_Row]:
     """Yield rows of the plan."""
     columns = (plan.pieces.array, plan.pieces.shard, plan.pieces.run, plan.nbytes)
-    return zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True)
+    return zip(rows, *(column[rows].tolist() for column in columns), strict=True)
 
 
 def _write_small(
-    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[_Row]
+    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[int]
 ) -> list[Digest]:
     """Write fragments of the plan, by their rows; those that are in `begins` with the metadata of their arrays."""
     found: list[Digest] = []
-    for row, number, shard, run, nbytes in rows:
+    for row, number, shard, run, nbytes in _rows(plan, rows):
         array, buffer = plan.arrays[number], buffers[shard]
         if row in begins:
             write_header(array, store)

@@ -25,7 +25,7 @@ from functional_ckpt.store.base import (
     storage_error,
     storage_errors,
 )
-from functional_ckpt.store.directories import begin_sync, sync_directory, sync_file_system
+from functional_ckpt.store.directories import OpenDirectory, begin_sync, sync_directory, sync_file_system
 from functional_ckpt.store.readahead import advise_ranges
 from functional_ckpt.store.unsynced import EARLY_NBYTES, Unsynced
 
@@ -40,29 +40,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 # The clock of file times advances only every few milliseconds.
 _SETTLED_NS = 2 * 10**9
-
-
-class _Directory:
-    """A directory that is kept open until `close`, or until the last reference to it is gone."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.file = path, -1
-        with storage_errors("opening", path):
-            self.file = os.open(path, _READ | os.O_DIRECTORY)
-
-    def close(self) -> None:
-        """Close the directory; reading and writing fail after that."""
-        file, self.file = self.file, -1
-        if file >= 0:
-            with suppress(OSError):  # of a directory: nothing that was written can be lost
-                os.close(file)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens the path again; the reader checks whether it is still the same directory.
-        return _Directory, (self.path,)
 
 
 @attrs.frozen
@@ -82,7 +59,7 @@ class FileStore:
     guard: str | None = None
     #: How many processes of this machine read much the same files together.
     _readers: int = attrs.field(default=1, kw_only=True, eq=False, repr=False)
-    _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
+    _at: "OpenDirectory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True if names in them are not synced yet.
     _directories: dict[str, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
@@ -102,24 +79,37 @@ class FileStore:
         """File systems share chunks (TensorStore locks the file) and rename directories."""
         return Capabilities(shared_chunks=True, rename=True, shared=True)
 
-    def create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None = None) -> None:
-        """Write a new file; an existing one is never opened, since a hard link may share it."""
-        self._create(name, parts, nbytes, each, self.sync == "fsync")
+    def create(
+        self,
+        name: str,
+        parts: Sequence[memoryview],
+        nbytes: int,
+        each: OnBlock | None = None,
+        synced: bool | None = None,
+    ) -> None:
+        """Write a new file; an existing one is never opened, since a hard link may share it.
 
-    def _create(self, name: str, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None, synced: bool) -> None:
-        self.check_guard()
+        It is synced where the store syncs each file, or if `synced` says so. Thousands of small files are written one
+        after the other, so few functions are called: a call costs some per cent of what the system takes for a file.
+        """
+        if self.guard is not None:
+            self.check_guard()
+        synced = self.sync == "fsync" if synced is None else synced
         try:
             directory = name.rpartition("/")[0]
             if not self._directories.get(directory):
                 self._make(directory)
-            file = self._new(name)
+            file = self._open(name, _CREATE)
             try:
-                _fill(file, parts, nbytes, each)
+                is_simple = each is None and len(parts) == 1 and nbytes <= BLOCK_NBYTES
+                written = os.write(file, parts[0]) if is_simple else 0
+                if written < nbytes:
+                    _fill(file, parts, nbytes, each, written)
                 if synced and self._unsynced.keep(name, file, nbytes):
                     return
                 if synced:
                     os.fsync(file)
-                elif self.sync == "syncfs" and nbytes >= EARLY_NBYTES:
+                elif nbytes >= EARLY_NBYTES and self.sync == "syncfs":
                     begin_sync(file)
             except BaseException:
                 with suppress(OSError):  # it must not hide the first error
@@ -130,15 +120,6 @@ class FileStore:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
         except OSError as error:
             raise storage_error("writing", name, error) from error
-
-    def _new(self, name: str) -> int:
-        """Create a file; if there are no more descriptors, the files that are kept open give theirs back."""
-        while True:
-            try:
-                return self._open(name, _CREATE)
-            except OSError as error:
-                if error.errno not in (EMFILE, ENFILE) or not self._unsynced.give_back():
-                    raise
 
     def batch(self) -> Unsynced:
         """Return what keeps the files that are created in its ``with`` block, and syncs them at the end."""
@@ -173,7 +154,7 @@ class FileStore:
         """Write a file under another name, then link it to `name` in one step, which fails if `name` exists."""
         new = name + NEW
         # Synced here: a power cut must not leave the name without the content.
-        self._create(new, [memoryview(data)], len(data), None, self.sync != "none")
+        self.create(new, [memoryview(data)], len(data), None, self.sync != "none")
         with storage_errors("publishing", name):
             try:
                 os.link(self._prefix + new, self._prefix + name)
@@ -200,7 +181,8 @@ class FileStore:
             file = self._open(name, _READ | os.O_NONBLOCK)
             try:
                 found = os.fstat(file)
-                _require_plain(found.st_mode)
+                if not stat.S_ISREG(found.st_mode):
+                    raise _not_plain()
                 check_limit(self._prefix + name, found.st_size, limit)
                 data = os.read(file, found.st_size + 1)  # a small file is complete now
                 if len(data) == found.st_size:
@@ -218,7 +200,8 @@ class FileStore:
         """Return a file's size, or None."""
         try:
             found = self._stat(name)
-            _require_plain(found.st_mode)
+            if not stat.S_ISREG(found.st_mode):
+                raise _not_plain()
             return found.st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -279,7 +262,7 @@ class FileStore:
     def pinned(self) -> "FileStore":
         """Return this store bound to the directory that is at the root now, which is kept open."""
         try:
-            return attrs.evolve(self, at=_Directory(self._prefix))
+            return attrs.evolve(self, at=OpenDirectory(self._prefix))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return self
@@ -316,18 +299,25 @@ class FileStore:
         return None
 
     def _open(self, name: str, flags: int = _READ) -> int:
-        if self._at is None:
-            return os.open(self._prefix + name, flags, 0o666)
-        return os.open(name, flags, 0o666, dir_fd=self._at.file)
+        """Open a file; if there are no more descriptors, the files that are kept open give theirs back."""
+        while True:
+            try:
+                if self._at is None:
+                    return os.open(self._prefix + name, flags, 0o666)
+                return os.open(name, flags, 0o666, dir_fd=self._at.file)
+            except OSError as error:
+                if error.errno not in (EMFILE, ENFILE) or not self._unsynced.give_back():
+                    raise
 
     def _stat(self, name: str) -> os.stat_result:
         return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete files, and directories that become empty."""
+        """Delete files, and directories that become empty; a name with a slash at its end is that of a directory."""
         for name in names:
             with storage_errors("deleting", name):
-                (self.root / name).unlink(missing_ok=True)
+                if not name.endswith("/"):
+                    (self.root / name).unlink(missing_ok=True)
         for directory in {os.path.dirname(name): None for name in names if "/" in name}:
             with suppress(OSError):  # it holds other files
                 (self.root / directory).rmdir()
@@ -374,27 +364,26 @@ def _read_fully(file: int, name: str, start: int, into: memoryview, each: OnBloc
         done += count
 
 
-def _require_plain(mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise OSError(EINVAL, "not a regular file")
+def _not_plain() -> OSError:
+    return OSError(EINVAL, "not a regular file")
 
 
-def _fill(file: int, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None) -> None:
-    written = 0
+def _fill(file: int, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None, done: int) -> None:
+    """Write `parts`, of the first of which `done` bytes are written already, and zeros up to `nbytes`."""
+    written = done
     for part in parts:
-        written += _write_all(file, part, each)
+        written += _write_all(file, part[done:], each)
+        done = 0
     if written < nbytes:
         os.ftruncate(file, nbytes)
 
 
 def _write_all(file: int, part: memoryview, each: OnBlock | None) -> int:
-    done = 0 if each is not None or len(part) > BLOCK_NBYTES else os.write(file, part)
-    while done < len(part):
-        block = part[done : done + BLOCK_NBYTES]
+    for start in range(0, len(part), BLOCK_NBYTES):
+        block = part[start : start + BLOCK_NBYTES]
         if each is not None:
             each(block)  # before the write, which then finds the block in the cache
         written = os.write(file, block)
         while written < len(block):
             written += os.write(file, block[written:])
-        done += written
-    return done
+    return len(part)

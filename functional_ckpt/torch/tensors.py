@@ -112,19 +112,20 @@ def _wait_for(device: torch.device) -> None:
 class TorchLeaves:
     """Tensors (any stride; meta tensors are allocated on load), DTensors (any mesh; no partial sums), local shards."""
 
-    def accepts(self, leaf: object) -> bool:
-        """Tell whether `leaf` is a tensor, or holds tensors or an object."""
-        return isinstance(leaf, _LEAF_TYPES)
+    def accepts_type(self, kind: type) -> bool:
+        """Tell whether leaves of a type are tensors, or hold tensors or an object."""
+        return issubclass(kind, _LEAF_TYPES)
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
-        if isinstance(leaf, OpaqueObject):
-            return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
-        if isinstance(leaf, LocalTensors):
-            return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
-        if isinstance(leaf, DTensor):
-            _check_readable(key, leaf, rank)
-            return _held_parts(key, leaf, _local(leaf))
+        if type(leaf) not in _PLAIN_TYPES:
+            if isinstance(leaf, OpaqueObject):
+                return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
+            if isinstance(leaf, LocalTensors):
+                return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
+            if isinstance(leaf, DTensor):
+                _check_readable(key, leaf, rank)
+                return _held_parts(key, leaf, _local(leaf))
         dtype, buffer = readable(key, leaf, rank)
         return HeldArray(known_spec(key, leaf.shape, dtype), (buffer,), True, _whole_identity(leaf, buffer))
 
@@ -187,6 +188,12 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
     'int8'
     """
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is not None and tensor.is_cpu and type(tensor) in _PLAIN_TYPES:
+        try:  # torch gives no array of a tensor that is not dense, or conjugated, or negated: one call instead of nine
+            return dtype, _buffer(tensor)
+        except (RuntimeError, TypeError):
+            pass
     _check_readable(key, tensor, rank)
     return _dtype_name(key, tensor), _buffer(_resolved(tensor))
 
@@ -380,7 +387,7 @@ def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:
     """Return what plain tensors that share one memory have in common; a view on the host tells it at less cost."""
     # A conjugated or negated view was resolved to a copy, which nothing else shares.
     if isinstance(buffer, HostBuffer) and buffer.address and buffer.address == leaf.data_ptr():
-        return buffer.identity
+        return buffer
     return _identity(leaf, ())
 
 
