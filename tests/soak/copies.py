@@ -98,7 +98,7 @@ COPIES = (
     ),
     Mutant(
         "a load returns before the device has put everything in its place", "torch/tensors.py",
-        "        _wait_for(piece.device)\n", "",
+        "        wait_for(piece.device)\n", "",
         ("tests/test_devices.py", "-k", "is_there"),
     ),
     Mutant(
