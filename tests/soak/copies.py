@@ -57,7 +57,7 @@ COPIES = (
     ),
     Mutant(
         "forked children go on with the pool of their parent", "store/pool.py",
-        "    global _POOL\n    _POOL = StagingPool()", "    pass",
+        "    _POOL = StagingPool()\n\n\n", "    _POOL = _POOL\n\n\n",
         ("tests/test_staging.py", "-k", "forked"),
     ),
     Mutant(

@@ -90,7 +90,7 @@ class Proxy:
 
     def _serve(self, client):
         server = None
-        with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ValueError, EOFError), contextlib.ExitStack() as held:
             held.callback(client.close)
             held.callback(self._clients.discard, client)
             stream = held.enter_context(client.makefile("rb"))
@@ -124,7 +124,10 @@ class Proxy:
                     if answer_head is None:
                         return None
                     has_body = request.method != "HEAD" and b" 204 " not in answer_head[:16]
-                    answer = _body(answer_head, answers) if has_body else b""
+                    try:
+                        answer = _body(answer_head, answers) if has_body else b""
+                    except EOFError:
+                        return _cut(client)
                     if fault == "lost":
                         return _cut(client)
                     whole = answer_head + answer
@@ -184,7 +187,11 @@ def _body(head, stream):
             if len(chunk) == 2:
                 return b"".join(parts)
     at = lower.find(b"\r\ncontent-length:")
-    return stream.read(int(lower[at + 17 :].split(b"\r\n", 1)[0])) if at >= 0 else b""
+    nbytes = int(lower[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+    data = stream.read(nbytes)
+    if len(data) < nbytes:
+        raise EOFError
+    return data
 
 
 def _answer(status, code, method):

@@ -29,6 +29,7 @@ from functional_ckpt.torch.dcp.bridge import (
     TensorStorageMetadata,
     TensorWriteData,
     WriteItem,
+    WriteResult,
 )
 
 __all__ = [
@@ -104,6 +105,8 @@ class Items:
     @classmethod
     def of(cls, kind: Kind, own: Sequence[Any]) -> "Items | None":
         """Return items taken apart; None if one of them cannot be."""
+        if any(len(fields(each)) != count for each, count in _COUNTS.items()):
+            return None
         numbers: dict[Hashable, int] = {None: -1}
         first: list[Any] = []
         which: list[int] = []
@@ -187,6 +190,11 @@ def _received(data: bytes, token: bytes) -> Parcel:
 _SENT: WeakValueDictionary[bytes, Parcel] = WeakValueDictionary()
 
 
+#: How many fields the forms below tell, with the name; a later DCP may add some, and then sends all as it does.
+_COUNTS = {
+    MetadataIndex: 3, WriteItem: 4, TensorWriteData: 3, ChunkStorageMetadata: 2, ReadItem: 6, WriteResult: 3,
+    TensorStorageMetadata: 3, BytesStorageMetadata: 0,
+}  # fmt: skip
 _PROPERTIES = tuple(field.name for field in fields(TensorProperties))
 index_form = attrgetter("__class__", "offset", "index")
 _chunk_form = attrgetter("__class__", "offsets", "sizes")
