@@ -119,6 +119,19 @@ def test_finish_publishes_nothing_if_a_result_is_missing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_relative_path_is_where_the_writer_was_made_whatever_the_directory_is_later(tmp_path, monkeypatch):
+    """A save in the background begins later."""
+    (tmp_path / "later").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer, other = storage.ZarrStorageWriter("a"), storage.ZarrStorageWriter("none")
+    other.path = "b"
+    monkeypatch.chdir(tmp_path / "later")
+    for each in (writer, pickle.loads(pickle.dumps(other))):
+        dcp.save({"w": torch.ones(2)}, storage_writer=each)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "later"]
+    assert os.listdir(tmp_path / "later") == []
+
+
 def test_overwrite_false_refuses_and_true_replaces(tmp_path):
     path = tmp_path / "c"
     saved(path, {"w": torch.ones(2)})

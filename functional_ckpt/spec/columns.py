@@ -116,7 +116,7 @@ def row_keys(*columns: Ints) -> list[bytes]:
     (True, False)
     """
     table = np.column_stack(columns)
-    keys: list[bytes] = table.view(np.dtype((np.void, table.itemsize * table.shape[1]))).ravel().tolist()
+    keys: list[Any] = table.view(np.dtype((np.void, table.itemsize * table.shape[1]))).ravel().tolist()
     return keys
 
 

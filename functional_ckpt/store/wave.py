@@ -109,8 +109,9 @@ class Wave:
                 foreign.setdefault(source, []).append(row)
             else:
                 here.append(row)
-        columns = (column.tolist() for column in (pieces.array, pieces.chunk, pieces.shard, pieces.run))
-        return cls(arrays, tuple(here), held, foreign, *columns, forms_of(pieces, arrays))
+        numbers = (pieces.array, pieces.chunk, pieces.shard, pieces.run)
+        array, chunk, shard, run = (column.tolist() for column in numbers)
+        return cls(arrays, tuple(here), held, foreign, array, chunk, shard, run, forms_of(pieces, arrays))
 
     def place_of(self, row: int) -> tuple[int, int]:
         """Return the numbers of a piece's array and chunk."""

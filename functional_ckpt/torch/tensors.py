@@ -369,8 +369,14 @@ def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
     address = tensor.data_ptr()
     if not address:  # meta tensors and empty ones
         return id(tensor)
-    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    form = _same_form((tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
     return address, tensor.device, form, placements
+
+
+# Thousands of tensors have one form: each would keep its own, with a shape, for the collector to look at.
+@lru_cache(maxsize=1024)
+def _same_form(form: tuple[Any, ...]) -> tuple[Any, ...]:
+    return form
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -34,6 +34,21 @@ REMEMBERED = (
         ("property_tests/test_forms.py",),
     ),
     Mutant(
+        "moving pieces of different fragments have one form", "store/wave.py",
+        "pieces.stop, pieces.low, pieces.high)", "pieces.stop, pieces.low)",
+        ("property_tests/test_forms.py",),
+    ),
+    Mutant(
+        "moving pieces of arrays of different types have one form", "store/wave.py",
+        "(p.spec.shape, p.spec.dtype, p.layout.chunk)", "(p.spec.shape, p.layout.chunk)",
+        ("property_tests/test_forms.py",),
+    ),
+    Mutant(
+        "results that nobody has looked at add nothing to a list", "torch/dcp/results.py",
+        "def __radd__(", "def _radd(",
+        ("tests/test_dcp_packed.py", "-k", "late"),
+    ),
+    Mutant(
         "who writes what is remembered whatever the ranks hold", "torch/megatron/strategies/fully_parallel.py",
         " or any(known != world for _, known in proposals)", "",
         ("tests/test_fully_parallel.py", "-k", "same_shards"),

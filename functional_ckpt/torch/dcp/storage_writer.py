@@ -13,7 +13,7 @@ import attrs
 import torch.distributed as dist
 
 from functional_ckpt.api import named
-from functional_ckpt.errors import GapError, ProblemError, SpecError, raise_problems
+from functional_ckpt.errors import CheckpointError, GapError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.run.arguments import check_flag, check_policy
 from functional_ckpt.run.capture import Captured, policy_text
@@ -30,6 +30,7 @@ from functional_ckpt.run.saving import (
 )
 from functional_ckpt.run.timed import timed
 from functional_ckpt.show.bar import displayed
+from functional_ckpt.store.opening import directory_of
 from functional_ckpt.torch.dcp.bridge import (
     Members,
     Metadata,
@@ -102,6 +103,16 @@ class ZarrStorageWriter(StorageWriter):
         self._writing: Writing | None = None
 
     @property
+    def path(self) -> Any:
+        """Where the next save goes, as it was passed."""
+        return self._path
+
+    @path.setter
+    def path(self, path: Any) -> None:
+        # The save may begin later, in the background, when the program is in another directory.
+        self._path, self._place = path, _anchored(path)
+
+    @property
     def checkpoint_id(self) -> str:
         """Where the next save goes."""
         return str(self.path)
@@ -168,7 +179,7 @@ class ZarrStorageWriter(StorageWriter):
             # No bar: other threads of the program may print.
             told = displayed(f"saving {named(self.path)}", tracker.count, gather.rank == 0, bar=False)
             with told, turn_of(gather):
-                prepared = prepare_captured(described, self.path, policy, gather, self.overwrite, _PLANS)
+                prepared = prepare_captured(described, self._place, policy, gather, self.overwrite, _PLANS)
                 return write_parts(prepared, tracker)
 
         what, timeout_s = f"DCP save of {named(self.path)}", policy.timeout_s
@@ -251,6 +262,14 @@ class ZarrStorageWriter(StorageWriter):
 
 #: Names of saves in the plans that this process has been given.
 _SEEN: set[str] = set()
+
+
+def _anchored(path: Any) -> Any:
+    """Return the absolute path of a directory; what is none is told when it is used."""
+    try:
+        return directory_of(path) or path
+    except CheckpointError:
+        return path
 
 
 def _is_joined() -> bool:
