@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def joined_bytes(parts: Sequence[Array]) -> Array:
     >>> joined_bytes([np.zeros(2, "i2"), np.ones(1, "i1")]).tolist()
     [0, 0, 0, 0, 1]
     """
-    whole = [part if part.flags.c_contiguous else np.ascontiguousarray(part) for part in parts]
+    whole: list[Any] = [part if part.flags.c_contiguous else np.ascontiguousarray(part) for part in parts]
     return np.frombuffer(bytearray().join(whole), np.uint8)
 
 

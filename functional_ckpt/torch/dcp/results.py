@@ -60,7 +60,7 @@ def _opening(name: str) -> Callable[..., Any]:
     def opened(self: _Unopened, *arguments: Any, **options: Any) -> Any:
         items = self.__dict__.pop("_items", None)
         if items is not None:  # an argument of this call may have asked first
-            self.__class__ = PackedResults
+            self.__class__ = PackedResults  # type: ignore[assignment]
             list.extend(self, items.all())
         return getattr(self, name)(*arguments, **options)
 
