@@ -1,6 +1,7 @@
 """What is remembered from save to save, or found by a shorter way, is what the long way gives: fact by fact, twice."""
 
 import warnings
+from itertools import combinations
 
 import attrs
 import numpy as np
@@ -120,4 +121,5 @@ def test_buffers_of_one_memory_are_equal():
               array.view("i4"), array.view(">f4"), array.copy()]  # fmt: skip
     distinct = {HostBuffer(each, address_of(each)) for each in (*same, *others)}
     assert len(distinct) == 1 + len(others)
+    assert all(one != other for one, other in combinations(distinct, 2))  # whatever their hashes are
     assert HostBuffer(array) != HostBuffer(array)  # nobody knows where they are
