@@ -1,4 +1,4 @@
-"""What pieces of a load, or of a save, have in common is found once: it must be what each piece by itself would give."""
+"""What pieces of a load, or of a save, have in common is found once, and is what each piece by itself would give."""
 
 from unittest.mock import patch
 
