@@ -37,7 +37,8 @@ from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, time_cells
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, LocalShards, SavePolicy, ShardSpec
 from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, SavePlan, WriteResult, done, write_result
-from functional_ckpt.torch.dcp.packed import PackedResults, pack_metadata
+from functional_ckpt.torch.dcp.packed import pack_metadata
+from functional_ckpt.torch.dcp.results import PackedResults
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
 
 NO_CRC, ZARR, NOTHING = "DCP, no CRC", "DCP over ours", "DCP over nothing"

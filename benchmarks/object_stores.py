@@ -3,7 +3,7 @@
 A server on 127.0.0.1 stands behind a proxy that adds 20 ms to each request. Ours, DCP over s3fs, and the same bytes
 sent or read by TensorStore's key-value store alone take turns; ratios compare runs of one round. Many small tensors are
 compared with the same objects put or fetched one request after the other: a part of them, scaled. At last peak memory
-against the budget. Below each table stand the requests of one run each, as the proxy saw them.
+against the budget. Below each table stand the requests of one run each, as the proxy saw them, and who needed the CPU.
 
 Servers: ``memory`` (this repository's, 0.1 ms for a request), and ``moto`` and ``swift`` where they are installed.
 Needs s3fs.
@@ -118,9 +118,14 @@ def _loads(competitors, places, state, server, rounds):
 
 def _run(part, one, call, state, server, place):
     server.log()
+    before = server.cpu_s()
     found = timed(partial(call, state, place))
+    proxy_s, server_s = (now - then for now, then in zip(server.cpu_s(), before, strict=True))
+    tell(f"  {one.name}: {found.wall * one.scale:.3f} s")
     part.samples[one.name].append(attrs.evolve(found, wall=found.wall * one.scale, cpu=found.cpu * one.scale))
-    part.requests[one.name] = described(server.log())
+    part.requests[one.name] = (
+        f"{described(server.log())}; CPU s of client {found.cpu:.2f}, proxy {proxy_s:.2f}, server {server_s:.2f}"
+    )
 
 
 def _show(console, title, part):

@@ -59,10 +59,12 @@ def main():
     parser.add_argument("root", help="where the checkpoints go")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=5)
+    # In an object store a claim of a killed run may stand for the 60 s of its lease, for which rank 0 waits.
+    parser.add_argument("--patience", type=int, default=120, help="seconds that a rank waits for the others")
     options = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # torch waits so long for a rank that never came
+    dist.init_process_group("gloo", timeout=timedelta(seconds=options.patience))
     trainer = Trainer(options.steps)
-    keep, policy = fc.KeepLast(2) | fc.KeepBest("loss"), fc.SavePolicy(timeout_s=60)
+    keep, policy = fc.KeepLast(2) | fc.KeepBest("loss"), fc.SavePolicy(timeout_s=options.patience)
     with fc.Checkpoints(options.root, keep=keep, policy=policy, on_signal=(signal.SIGTERM,)) as checkpoints:
         trainer.set_state(checkpoints.resume(trainer.state()))
         stop = False

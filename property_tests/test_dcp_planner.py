@@ -228,9 +228,11 @@ def test_what_is_captured_is_what_was_planned(case):
     for number, shards in enumerate(source.ranks):
         plan = planner.local_save_plan(shards)
         plan = pickle.loads(pickle.dumps(plan))
-        held = captured_plan(plan, Given(array), number, SavePolicy(), "", False)
+        held, results = captured_plan(plan, Given(array), number, SavePolicy(), "", False)
         assert {leaf.spec for leaf in held.common.arrays} == {shard.array for shard in shards if len(plan.items)}
         assert [shard.box for shard in held.common.shards] == [bridge.written_box(item)[1] for item in plan.items]
+        sizes = [bridge.written_box(item)[1].size * array.itemsize for item in plan.items]
+        assert results == list(map(bridge.write_result, plan.items, sizes))
         for shard, buffer in zip(held.common.shards, held.buffers, strict=True):
             values = buffer.get(shard.box.shape, 0, (...,))
             assert model.bits(values) == model.bits(array[(*shard.box.slices, ...)])

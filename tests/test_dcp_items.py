@@ -131,7 +131,7 @@ def test_the_local_part_of_a_dtensor_is_the_memory_that_dcp_finds():
             "sums": DTensor.from_local(torch.ones(2), mesh, [Partial()]),
             "plain": torch.ones(2),
         }
-        found = {key: local_tensor(state, MetadataIndex(key)) for key in (*state, "none")}
+        found = {key: local_tensor(state, key) for key in (*state, "none")}
         for key in ("rows", "copies"):
             assert found[key].data_ptr() == find_state_dict_object(state, MetadataIndex(key)).data_ptr()
         assert found["sums"] is found["plain"] is found["none"] is None  # of sums DCP has an error

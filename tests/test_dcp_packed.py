@@ -1,8 +1,10 @@
 """What ranks exchange in DCP's steps, in the short form: it arrives as it was sent."""
 
+import gc
 import pickle
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from operator import add, eq
 
 import pytest
 from hypothesis import example, given, settings
@@ -33,11 +35,12 @@ from torch.distributed.checkpoint.storage import WriteResult  # noqa: E402 - it 
 
 from functional_ckpt.torch.dcp import packed  # noqa: E402 - it needs torch
 from functional_ckpt.torch.dcp.packed import (  # noqa: E402 - it needs torch
-    PackedResults,
     pack_metadata,
     packed_load_plan,
     packed_save_plan,
+    planned_items,
 )
+from functional_ckpt.torch.dcp.results import PackedResults, reported, results_of  # noqa: E402 - it needs torch
 
 # Few values of each, so that items often differ in one field only.
 names = st.sampled_from(["a", "b", "a.b", ""])
@@ -121,8 +124,64 @@ def test_a_load_plan_arrives_as_it_was_sent(travelled, items, data):
 @given(st.lists(results, max_size=5))
 def test_results_arrive_as_they_were_sent(travelled, items):
     found = travelled(PackedResults(items))
+    assert [hint.index.index for hint in found] == [hint.index.index for hint in items]
     assert found == items
-    assert type(found) is list
+
+
+@ways
+@settings(deadline=None)
+@given(st.lists(writes, max_size=5), st.data())
+def test_results_are_those_of_the_planned_items(travelled, items, data):
+    """Made here or where they arrive, from a plan that was looked into or not; `reported` makes none of them."""
+    nbytes = data.draw(st.lists(st.integers(0, 2), min_size=len(items), max_size=len(items)))
+    expected = [WriteResult(item.index, each, None) for item, each in zip(items, nbytes, strict=True)]
+    places = {(item.index.fqn, item.index.offset) for item in items}
+    for plan in (SavePlan(items), travelled(packed_save_plan(SavePlan(items)))):
+        for way in (lambda found: found, travelled):
+            found = way(results_of(planned_items(plan), nbytes))
+            told = reported([found, [WriteResult(MetadataIndex("more"), 3, None)]])
+            assert {(key, offset) for offset, keys in told.items() for key in keys} == {*places, ("more", None)}
+            assert list.__len__(found) == 0
+            assert found == expected
+            assert [each.index.index for each in found] == [each.index.index for each in expected]
+
+
+LOOKS = [
+    list, tuple, len, repr, bool, copy, deepcopy, lambda r: [*r], lambda r: [*reversed(r)], lambda r: r[1],
+    lambda r: r[:1], lambda r: sorted(r, key=repr), lambda r: add(r, [3]), lambda r: add([3], r), lambda r: r * 2,
+    lambda r: add(add([], r), r), lambda r: 3 in r, lambda r: r != [], lambda r: eq([], r), lambda r: r < [3],
+    lambda r: r.pop(), lambda r: r.append(3), lambda r: r.extend(r), lambda r: r.index(r[1]), lambda r: r.copy(),
+    lambda r: r.__iadd__([3]), lambda r: r.insert(0, 3), lambda r: r.reverse(), lambda r: r.__delitem__(0),
+    lambda r: r.__setitem__(0, 3), lambda r: r.clear(), lambda r: r.sort(key=repr, reverse=True),
+    lambda r: r.remove(r[0]), lambda r: r.count(r[0]), lambda r: pickle.loads(pickle.dumps(r)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_results_that_are_made_late_are_a_list_to_everybody(look):
+    plain = [WriteResult(MetadataIndex(name, torch.Size([0])), 8, None) for name in "ab"]
+    late = results_of(planned_items(SavePlan([shard("a"), shard("b")])), [8, 8])
+    assert isinstance(late, list)
+    outcomes = []
+    for results in (plain, late):
+        try:
+            outcomes.append((look(results), list(results)))
+        except TypeError as error:
+            outcomes.append((str(error), list(results)))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_results_of_a_plan_are_short_and_none_is_made_on_the_way():
+    """Made ones are objects that make the cycle collector run."""
+    sent = packed_save_plan(SavePlan([shard(f"layer.{number}") for number in range(2000)]))
+    plan = elsewhere(sent)
+    found = results_of(planned_items(plan), [8] * 2000)
+    before = len(gc.get_objects())
+    arrived = elsewhere(found)
+    assert len(reported([arrived])[torch.Size([0])]) == 2000
+    assert len(gc.get_objects()) - before < 100
+    assert "items" not in vars(plan)
+    assert len(pickle.dumps(arrived)) < len(pickle.dumps(list(arrived))) / 2
 
 
 @ways

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 from unittest.mock import patch
 
 import numpy as np
@@ -37,7 +38,7 @@ class Api:
 
     def __init__(self, refuses=False):
         self.main, self.active, self.pinned, self.streams = Stream(), None, {}, []
-        self.refuses = refuses
+        self.refuses, self.device_now, self.unpinned_on = refuses, None, []
 
     def Stream(self, device=None):  # noqa: N802
         self.streams.append(Stream())
@@ -54,6 +55,14 @@ class Api:
         finally:
             self.active = None
 
+    @contextlib.contextmanager
+    def device(self, device):
+        self.device_now = device
+        try:
+            yield
+        finally:
+            self.device_now = None
+
     def cudart(self):
         return self
 
@@ -66,6 +75,7 @@ class Api:
 
     def cudaHostUnregister(self, address):  # noqa: N802
         assert is_mapped(address)
+        self.unpinned_on.append(self.device_now)
         del self.pinned[address]
         return 0
 
@@ -120,6 +130,24 @@ def test_a_devices_copies_are_waited_for(device, tmp_path):
     assert list(device.pinned.values()) == [4 * CHUNK + 192]
     release_staging()
     assert not device.pinned
+    # A thread that has not chosen a device would open the first one of the machine for that.
+    assert device.unpinned_on == [torch.device("cpu")]
+
+
+def test_a_forked_child_has_no_device(device, tmp_path):
+    async_save(far_state(3), tmp_path / "a", policy=FAST).result()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            release_staging()
+            gc.collect()
+            code = 2 if device.unpinned_on else 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    release_staging()
+    assert not device.pinned
 
 
 def test_what_the_device_computes_comes_first(device):
@@ -165,3 +193,59 @@ def test_a_device_without_streams_is_copied_by_the_host(device):
         [copy] = staged([tensors._buffer(torch.arange(4))], [4], StagingPool())
     assert copy.get((4,), 0, WHOLE).tolist() == [0, 1, 2, 3]
     assert not device.streams
+
+
+class Late(torch.Tensor):
+    """A tensor that gets what is copied to it when somebody waits for the device."""
+
+    api = None
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.Tensor.copy_:
+                into, values = args[0].as_subclass(torch.Tensor), args[1].clone()
+                cls.api.main.todo.append(lambda: into.copy_(values))
+                return args[0]
+            found = function(*args, **(kwargs or {}))
+            return found.as_subclass(cls) if isinstance(found, torch.Tensor) else found
+
+
+def test_what_is_loaded_is_there_when_the_load_returns():
+    """The device itself puts elements in the places of a strided tensor, and torch does not wait for that."""
+    Late.api, plain = Api(), torch.zeros(2, 6)
+    with patch.object(torch, "cpu", Late.api):
+        DeviceBuffer(plain.as_subclass(Late)[:, ::2]).put((2, 3), 0, WHOLE, np.ones((2, 3), "f4"))
+    assert plain.tolist() == [[1, 0, 1, 0, 1, 0]] * 2
+
+
+def test_a_tensor_that_needs_gradients_is_saved_and_filled():
+    tensor = torch.nn.Parameter(torch.zeros(3, 2))
+    with patch.object(torch, "cpu", Api()):
+        DeviceBuffer(tensor).put((3, 2), 0, (slice(1, 3), slice(0, 2)), np.ones((2, 2), "f4"))
+    assert tensor.tolist() == [[0, 0], [1, 1], [1, 1]]
+    into = np.zeros((3, 2), "f4")
+    DeviceBuffer(tensor).copy_to(into)
+    assert into.tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 35), (35, 1), (1, 1, 5, 7), ()])
+def test_a_strided_tensor_is_copied_part_by_part(shape):
+    """The device needs memory for each part: it puts the elements in order before it sends them."""
+    whole = torch.arange(35.0).reshape(shape) if shape else torch.tensor(4.0)
+    strided = torch.zeros((*shape, 2))[..., 0].copy_(whole)
+    sizes = []
+
+    class Noting(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.copy_:
+                sizes.append(args[1].numel())
+            return super().__torch_function__(function, types, args, kwargs)
+
+    into = np.zeros(shape, "f4")
+    with patch.object(tensors, "_PART_NBYTES", 32):
+        DeviceBuffer(strided.as_subclass(Noting)).copy_to(into)
+    assert np.array_equal(into, whole.numpy())
+    assert sum(sizes) == whole.numel()
+    assert max(sizes) <= 8

@@ -12,10 +12,12 @@ import pytest
 import functional_ckpt
 from functional_ckpt import LayoutPolicy, LocalShards, SavePolicy
 from functional_ckpt.errors import PolicyError, RankFailedError, SpecError, StorageError
+from functional_ckpt.run.progress import Tracker
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec
 from functional_ckpt.store.buffer import HostBuffer
+from functional_ckpt.store.commit import Site
 from functional_ckpt.store.exchange import LocalExchange, Message, Traffic, deliver
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.testing.simulate import run_ranks, try_ranks
@@ -210,6 +212,32 @@ def test_a_disk_that_is_full_in_a_later_wave_keeps_nobody_waiting(tmp_path, monk
     monkeypatch.setattr(FileStore, "create", failing)
     check_nobody_waits(tmp_path, here, on, "No space left", StorageError)
     assert len(calls) == after + 1  # after the first failure nothing more is written
+
+
+@pytest.mark.parametrize("on", [0, 3])
+def test_a_directory_that_cannot_be_opened_keeps_nobody_waiting(tmp_path, monkeypatch, on):
+    store, here = Site.store, threading.local()
+
+    def failing(self, *arguments):
+        if here.rank == on:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return store(self, *arguments)
+
+    monkeypatch.setattr(Site, "store", failing)
+    check_nobody_waits(tmp_path, here, on, "Too many open files", StorageError)
+
+
+@pytest.mark.parametrize("on", [0, 3])
+def test_a_callback_that_fails_before_the_first_byte_keeps_nobody_waiting(tmp_path, monkeypatch, on):
+    enter, here = Tracker.enter, threading.local()
+
+    def failing(self, phase, *arguments):
+        if here.rank == on and phase == "write":
+            raise RuntimeError("no bar")
+        return enter(self, phase, *arguments)
+
+    monkeypatch.setattr(Tracker, "enter", failing)
+    check_nobody_waits(tmp_path, here, on, "no bar", RankFailedError)
 
 
 def test_a_message_that_cannot_be_made_becomes_zeros_and_a_failure():

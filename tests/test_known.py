@@ -97,7 +97,7 @@ def test_a_tensor_is_described_as_if_all_was_asked(kind):
 
     def ask_all():
         tensors._check_readable("w", tensor, 0)
-        return tensors._dtype_name("w", tensor), tensors._buffer(tensors._resolved(tensor))
+        return tensors.dtype_name_of("w", tensor), tensors._buffer(tensors._resolved(tensor))
 
     assert told(lambda: tensors.readable("w", tensor, 0)) == told(ask_all)
 

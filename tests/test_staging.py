@@ -1,9 +1,12 @@
 """Copies of the state for saves in the background: what they reuse, keep and give back."""
 
 import contextlib
+import ctypes
+import gc
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +24,9 @@ from functional_ckpt.store.pool import StagingPool, host_memory, the_pool
 from functional_ckpt.store.staging import staged
 from functional_ckpt.testing.simulate import run_ranks
 
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_size_t
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 CHUNK = 2**18
 NBYTES = 4 * CHUNK + 64
 FAST = SavePolicy(durability="none", layout=LayoutPolicy(target_chunk_nbytes=CHUNK))
@@ -163,6 +169,29 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     async_save(full(3), tmp_path / "c", policy=FAST).result()
     assert [int(open_checkpoint(tmp_path / name)["w"][3, 0]) for name in "abc"] == [1, 2, 3]
+
+
+def test_what_a_forked_child_lets_go_of_is_mapped_by_others_by_then():
+    """The child has not the pages; at their address it soon has other ones, which must stay."""
+    memory = host_memory(8 * CHUNK)
+    address, nbytes = memory.__array_interface__["data"][0], memory.nbytes
+    told = weakref.finalize(memory, print)
+    child = os.fork()
+    if not child:
+        code = 2
+        try:
+            private, at_that_place = 0x22, 0x100000
+            where = libc.mmap(ctypes.c_void_p(address), nbytes, 3, private | at_that_place, -1, 0)
+            assert where == address
+            del memory
+            gc.collect()
+            code = 0 if is_mapped(address) and told.alive else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    told.detach()
+    del memory
+    assert not is_mapped(address)
 
 
 def is_mapped(address):

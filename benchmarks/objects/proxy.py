@@ -1,19 +1,19 @@
 """A proxy that adds latency to each request, and counts them: ``python -m benchmarks.objects.proxy UPSTREAM``.
 
-In a process of its own. It prints its port. It looks only at the first bytes of a request, and passes on all others as
-they come, so that it carries more than the servers behind it. ``GET /.log`` is answered by the proxy itself: the
-requests since the last time as JSON, each ``[method, target, seconds at which it came, seconds at which it was
-answered]``.
+In a process of its own, or several of one ``--port``, among which the kernel shares out the connections. It prints its
+port, and that of its log. It looks only at the first bytes of a request, and passes on all others as they come, so that
+it carries more than the servers behind it. The log is the requests since the last time as JSON, each ``[method, target,
+seconds at which it came, seconds at which it was answered]``, on the clock of ``time.monotonic``.
 """
 
 import argparse
 import asyncio
 import json
+import socket
 import time
 from contextlib import suppress
 
 _METHODS = (b"GET ", b"PUT ", b"HEAD ", b"POST ", b"DELETE ")
-_LOG = b"GET /.log "
 
 
 class Link:
@@ -30,6 +30,7 @@ class Link:
         return entry
 
     def answer(self):
+        """Return the log as an answer to a request, and begin a new one."""
         body = json.dumps(self.requests).encode()
         self.requests = []
         return b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
@@ -112,9 +113,6 @@ class Client(_End):
         is_request = data.startswith(_METHODS) and (self.entry is None or self.entry[3] is not None)
         if not is_request:
             self.pass_on(data)
-        elif data.startswith(_LOG):
-            self.transport.write(self.link.answer())
-            self.transport.close()
         else:
             self.entry = self.link.noted(data)
             self.hold()
@@ -138,15 +136,32 @@ class Server(_End):
         self.pass_on(data)
 
 
+class Log(asyncio.Protocol):
+    """A connection to the log: whatever it asks for, the log is the answer."""
+
+    def __init__(self, link):
+        self.link, self.transport = link, None
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, _):
+        self.transport.write(self.link.answer())
+        self.transport.close()
+
+
 async def _serve(chosen):
+    loop = asyncio.get_running_loop()
     link = Link(chosen.upstream, chosen.latency_ms / 1e3, chosen.stream_mib * 2**20)
-    server = await asyncio.get_running_loop().create_server(lambda: Client(link), "127.0.0.1", 0, backlog=512)
-    print(server.sockets[0].getsockname()[1], flush=True)
+    listening = socket.create_server(("127.0.0.1", chosen.port), backlog=512, reuse_port=True)
+    server = await loop.create_server(lambda: Client(link), sock=listening)
+    log = await loop.create_server(lambda: Log(link), "127.0.0.1", 0)
+    print(listening.getsockname()[1], log.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
-def run(main):
-    """Run a server's main function, with uvloop where it is installed: it carries twice as much."""
+def _run(main):
+    """Run the main function, with uvloop where it is installed: it carries twice as much."""
     try:
         import uvloop
     except ImportError:
@@ -158,6 +173,9 @@ def run(main):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.objects.proxy")
     parser.add_argument("upstream", type=int)
+    parser.add_argument(
+        "--port", type=int, default=0, help="shared with other processes of this program; 0: a free one"
+    )
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--stream-mib", type=float, default=0.0, help="MiB/s that one connection carries; 0: any")
-    run(_serve(parser.parse_args()))
+    _run(_serve(parser.parse_args()))

@@ -13,7 +13,8 @@ from pathlib import Path
 import attrs
 import tensorstore as ts
 
-from tests.stores.servers import moto, swift
+from benchmarks.objects.processes import cpu_s, descendants
+from tests.stores.servers import moto, swift, worker_count
 
 BUCKET = "ckpt"
 MEMORY = "memory"
@@ -21,11 +22,16 @@ MEMORY = "memory"
 
 @attrs.frozen
 class Reached:
-    """A server as a client reaches it: `direct` is its own port, `port` that of the proxy."""
+    """A server as a client reaches it: `direct` is its own port, `port` that of the proxy, in one process or several.
+
+    `proxies` are their process ids, and `logs` the ports of their logs.
+    """
 
     name: str
     port: int
     direct: int
+    proxies: tuple = ()
+    logs: tuple = ()
 
     @property
     def endpoint(self):
@@ -37,7 +43,13 @@ class Reached:
 
     def log(self):
         """Return the requests since the last time: (method, target, when it came, when it was answered)."""
-        return json.loads(urllib.request.urlopen(f"{self.endpoint}/.log").read())
+        answers = [urllib.request.urlopen(f"http://127.0.0.1:{port}/").read() for port in self.logs]
+        return [entry for answer in answers for entry in json.loads(answer)]
+
+    def cpu_s(self):
+        """Return the CPU seconds that the proxy has taken so far, and the server, in all their processes."""
+        proxy = sum(cpu_s(pid) for pid in self.proxies)
+        return proxy, sum(cpu_s(pid) for pid in descendants(os.getpid())) - proxy
 
     def store(self, prefix, concurrency):
         """Return TensorStore's key-value store."""
@@ -55,10 +67,11 @@ class Reached:
 
 
 @contextmanager
-def _printing_port(*command):
+def _printing_ports(*command):
+    """Run a program of this repository that prints ports; yield its process id and the ports."""
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     try:
-        yield int(process.stdout.readline())
+        yield process.pid, *map(int, process.stdout.readline().split())
     finally:
         process.kill()
         process.wait()
@@ -66,7 +79,7 @@ def _printing_port(*command):
 
 @contextmanager
 def _memory(_):
-    with _printing_port("benchmarks.objects.server") as port:
+    with _printing_ports("benchmarks.objects.server") as (_, port):
         yield port
 
 
@@ -84,8 +97,12 @@ def reached(name, latency_ms, stream_mib):
         place = Path(running.enter_context(tempfile.TemporaryDirectory()))
         port = running.enter_context(SERVERS[name](place))
         options = ("--latency-ms", str(latency_ms), "--stream-mib", str(stream_mib))
-        proxy = running.enter_context(_printing_port("benchmarks.objects.proxy", str(port), *options))
-        found = Reached(name, proxy, port)
+        command = ("benchmarks.objects.proxy", str(port), *options)
+        pid, shared, log = running.enter_context(_printing_ports(*command))
+        found = Reached(name, shared, port, (pid,), (log,))
+        for _ in range(worker_count() - 1):
+            pid, _, log = running.enter_context(_printing_ports(*command, "--port", str(shared)))
+            found = attrs.evolve(found, proxies=(*found.proxies, pid), logs=(*found.logs, log))
         os.environ["AWS_ENDPOINT_URL"] = found.endpoint
         yield found
 

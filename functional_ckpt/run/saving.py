@@ -9,7 +9,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,6 +75,7 @@ class Prepared:
     plan: Plan
     buffers: tuple[Buffer, ...]
     site: Site
+    store: Store
     claim: SaveClaim | None
     started: float
 
@@ -100,8 +101,10 @@ def prepare_captured(
     plan, held = Planner(path, policy, gather, memory).agree(describe)
     _check_codecs(policy, plan)
     names = [node_name(array.spec.key) for array in plan.arrays] if gather.rank == 0 else []
-    site, claim = _begin(path, policy, gather, overwrite, [*names, METADATA_FILE] if policy.metadata_file else names)
-    return Prepared(gather, policy, plan, held.buffers, site, claim, started)
+    names += [METADATA_FILE] if policy.metadata_file else []
+    sync = _sync_mode(policy.durability, plan.mine, gather.rank)
+    site, store, claim = _begin(path, policy, gather, overwrite, names, sync)
+    return Prepared(gather, policy, plan, held.buffers, site, store, claim, started)
 
 
 def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
@@ -114,9 +117,9 @@ def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
 
 
 def _begin(
-    path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, names: Sequence[str]
-) -> tuple[Site, SaveClaim | None]:
-    """Let rank 0 create the place to write to, and check that all ranks see it."""
+    path: str | Path, policy: SavePolicy, gather: Gather, overwrite: bool, names: Sequence[str], sync: str
+) -> tuple[Site, Store, SaveClaim | None]:
+    """Let rank 0 create the place to write to, which all ranks open."""
     begun: list[tuple[Site, SaveClaim | None]] = []
 
     def coordinate() -> Site | None:
@@ -128,12 +131,12 @@ def _begin(
         site = together(gather, coordinate)[0]
         if site is None:
             raise SpecError("the group has no rank 0", rank=gather.rank)
-        seen = agree(gather, lambda: seen_from(site, path, gather.rank))
+        seen, store = agree(gather, lambda: ((mine := seen_from(site, path, gather.rank)), mine.store(sync)))
     except BaseException as error:
         for mine in begun:
             add_notes(error, abandon(*mine))
         raise
-    return seen, begun[0][1] if begun else None
+    return seen, store, begun[0][1] if begun else None
 
 
 @attrs.frozen(eq=False)
@@ -171,17 +174,19 @@ def write(prepared: Prepared, tracker: Tracker) -> Manifest:
 def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
     """Write this rank's part and collect the others' receipts; on failure the written files are removed."""
     gather, plan, mine = prepared.gather, prepared.plan, prepared.plan.mine
-    with abandoning(prepared):
-        opened = prepared.site.store(_sync_mode(prepared.policy.durability, mine, gather.rank))
-    store = cast("Store", TimedStore(opened, tracker))
+    store = cast("Store", TimedStore(prepared.store, tracker))
     budget = prepared.policy.budget_nbytes
 
     exchange = gather if isinstance(gather, Exchange) else None
 
     def write_mine() -> Receipt:
-        tracker.enter("write", mine.written_nbytes(gather.rank))
+        failure: Exception | None = None
+        try:
+            tracker.enter("write", mine.written_nbytes(gather.rank))
+        except Exception as error:  # the caller's callback; other ranks wait for pieces all the same
+            failure = error
         with store.batch():
-            receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange)
+            receipt = write_plan(mine, prepared.buffers, store, budget, tracker.add, exchange, failure)
         if gather.rank:  # rank 0 does it when it publishes
             store.flush()
         return receipt
@@ -190,8 +195,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
         tracker.enter("digest")
         return digest_shared(mine, store, budget)
 
-    with abandoning(prepared), ExitStack() as failing:
-        failing.callback(store.unpin)
+    with abandoning(prepared):
         receipts = together(gather, write_mine)
         digested = receipts
         if any(array.layout.ownership == "shared" for array in plan.arrays):
@@ -202,9 +206,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
             manifest = build_manifest(plan.state, plan.arrays, ChunkRows.joined([r.chunks for r in numbered]))
             return _checked(Written(prepared, store, manifest, numbered[: len(receipts)]), tracker)
 
-        written = agree(gather, check)
-        failing.pop_all()  # the store is needed to publish
-    return written
+        return agree(gather, check)
 
 
 def publish_written(written: Written) -> Manifest:
@@ -220,9 +222,9 @@ def publish_written(written: Written) -> Manifest:
     CheckpointWarning
         On every rank, if it is published, but a later step failed.
     """
-    with abandoning(written.prepared), ExitStack() as ending:
-        ending.callback(written.store.unpin)
+    with abandoning(written.prepared):
         problems = _publish(written)
+    written.store.unpin()
     for problem in problems:
         warnings.warn(f"the checkpoint is published, but {problem}", CheckpointWarning, stacklevel=2)
     return written.manifest
@@ -300,10 +302,11 @@ def _publish(written: Written) -> tuple[str, ...]:
 
 @contextmanager
 def abandoning(prepared: Prepared) -> Iterator[None]:
-    """Remove on rank 0 the files of a save that fails."""
+    """Close the store of a save that fails, and remove its files on rank 0."""
     try:
         yield
     except BaseException as error:
+        prepared.store.unpin()
         if prepared.gather.rank == 0 and _is_any(error, OutcomeUnknownError):
             if prepared.claim is not None:
                 prepared.claim.drop()

@@ -10,12 +10,14 @@ from contextlib import contextmanager, suppress
 from errno import ENOENT, ENOSYS, ENOTEMPTY
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from functional_ckpt.errors import StorageError
+from functional_ckpt.store.base import storage_errors
 
 __all__ = [
     "Identity",
+    "OpenDirectory",
     "begin_sync",
     "check_exchange",
     "exchange_paths",
@@ -39,6 +41,29 @@ _SYNC_FILE_RANGE_WRITE = 2
 # While a tree is removed, others may remove files too, and late ranks may add some. After so many attempts it is an
 # error.
 _TRIES = 20
+
+
+class OpenDirectory:
+    """A directory that is kept open until `close`, or until the last reference to it is gone."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.file = path, -1
+        with storage_errors("opening", path):
+            self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY)
+
+    def close(self) -> None:
+        """Close the directory; reading and writing fail after that."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            with suppress(OSError):  # of a directory: nothing that was written can be lost
+                os.close(file)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the path again; the reader checks whether it is still the same directory.
+        return OpenDirectory, (self.path,)
 
 
 def identity_of(path: Path) -> Identity | None:

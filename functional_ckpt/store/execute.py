@@ -58,11 +58,14 @@ def write_plan(
     budget_nbytes: int,
     on_bytes: OnBytes | None = None,
     exchange: Exchange | None = None,
+    failure: Exception | None = None,
 ) -> Receipt:
-    """Write the part of this rank of `plan` from the rank's `buffers`; shared chunks get their digest later."""
-    failure: Exception | None = None
+    """Write the part of this rank of `plan` from the rank's `buffers`; shared chunks get their digest later.
+
+    A rank that has met a `failure` before writes nothing and raises it, once no other rank waits for its pieces.
+    """
     direct: list[object] = []
-    work = _direct_work(plan, buffers, store)
+    work = [] if failure else _direct_work(plan, buffers, store)
     try:
         direct = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
     except Exception as error:

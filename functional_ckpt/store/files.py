@@ -25,7 +25,7 @@ from functional_ckpt.store.base import (
     storage_error,
     storage_errors,
 )
-from functional_ckpt.store.directories import begin_sync, sync_directory, sync_file_system
+from functional_ckpt.store.directories import OpenDirectory, begin_sync, sync_directory, sync_file_system
 from functional_ckpt.store.readahead import advise_ranges
 from functional_ckpt.store.unsynced import EARLY_NBYTES, Unsynced
 
@@ -40,29 +40,6 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 # The clock of file times advances only every few milliseconds.
 _SETTLED_NS = 2 * 10**9
-
-
-class _Directory:
-    """A directory that is kept open until `close`, or until the last reference to it is gone."""
-
-    def __init__(self, path: str) -> None:
-        self.path, self.file = path, -1
-        with storage_errors("opening", path):
-            self.file = os.open(path, _READ | os.O_DIRECTORY)
-
-    def close(self) -> None:
-        """Close the directory; reading and writing fail after that."""
-        file, self.file = self.file, -1
-        if file >= 0:
-            with suppress(OSError):  # of a directory: nothing that was written can be lost
-                os.close(file)
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens the path again; the reader checks whether it is still the same directory.
-        return _Directory, (self.path,)
 
 
 @attrs.frozen
@@ -82,7 +59,7 @@ class FileStore:
     guard: str | None = None
     #: How many processes of this machine read much the same files together.
     _readers: int = attrs.field(default=1, kw_only=True, eq=False, repr=False)
-    _at: "_Directory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
+    _at: OpenDirectory | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True if names in them are not synced yet.
     _directories: dict[str, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
@@ -285,7 +262,7 @@ class FileStore:
     def pinned(self) -> "FileStore":
         """Return this store bound to the directory that is at the root now, which is kept open."""
         try:
-            return attrs.evolve(self, at=_Directory(self._prefix))
+            return attrs.evolve(self, at=OpenDirectory(self._prefix))
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 return self
@@ -336,10 +313,11 @@ class FileStore:
         return os.stat(self._prefix + name) if self._at is None else os.stat(name, dir_fd=self._at.file)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete files, and directories that become empty."""
+        """Delete files, and directories that become empty; a name with a slash at its end is that of a directory."""
         for name in names:
             with storage_errors("deleting", name):
-                (self.root / name).unlink(missing_ok=True)
+                if not name.endswith("/"):
+                    (self.root / name).unlink(missing_ok=True)
         for directory in {os.path.dirname(name): None for name in names if "/" in name}:
             with suppress(OSError):  # it holds other files
                 (self.root / directory).rmdir()

@@ -1,19 +1,22 @@
-"""`Joiner`: hands large objects over from one thread, joined in memory that is used again."""
+"""`Joiner`: hands large objects over from one thread, joined in memory that is used again; `copy_bytes`."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import cache, partial
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Semaphore, Thread
 from typing import Any, TypeAlias
 
 import attrs
+import numpy as np
 
-__all__ = ["REUSED_NBYTES", "Joiner", "joined"]
+__all__ = ["REUSED_NBYTES", "Joiner", "copy_bytes", "joined"]
 
 #: From this size on an object is joined in memory that is used again. Measured, for 32 MiB: memory that is new each
 #: time takes 20 ms, in which no other thread can run Python; this takes 5.
 REUSED_NBYTES = 2**20
+#: One is joined while another is handed over.
+_MEMORIES = 2
 
 _STARTING = Lock()
 _Calls: TypeAlias = "SimpleQueue[tuple[Future[Any], Callable[[], Any]]]"
@@ -24,7 +27,8 @@ class Joiner:
     r"""The memory of one store.
 
     TensorStore copies an object in many small pieces, which the allocator keeps for the thread that asked for them
-    (measured: a save with a budget of 256 MiB grew by 740). So one thread of this process asks for all.
+    (measured: a save with a budget of 256 MiB grew by 740). So one thread of this process asks for all. No Python runs
+    while it does: who comes next joins an object meanwhile, in other memory.
 
     Examples
     --------
@@ -32,7 +36,8 @@ class Joiner:
     b'abc\x00\x00'
     """
 
-    _memory: bytearray = attrs.field(factory=bytearray, init=False)
+    _memories: list[bytearray] = attrs.field(factory=list, init=False)
+    _turns: Semaphore = attrs.field(factory=lambda: Semaphore(_MEMORIES), init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Joiner, ()
@@ -42,22 +47,39 @@ class Joiner:
 
         It must have copied them by then.
         """
-        done: Future[Any] = Future()
-        _calls().put((done, partial(self._pass, parts, nbytes, write)))
-        try:
-            return done.result()
-        finally:
-            wait([done])  # also after an interrupt: nothing reads the caller's memory any more
+        with self._turns:
+            memory = self._memories.pop() if self._memories else bytearray()
+            if len(memory) != nbytes:
+                memory = bytearray(nbytes)
+            _join(parts, memory)
+            done: Future[Any] = Future()
+            _calls().put((done, partial(write, memory)))
+            try:
+                return done.result()
+            finally:
+                wait([done])  # also after an interrupt: nothing reads this memory any more
+                self._memories.append(memory)
 
-    def _pass(self, parts: Sequence[memoryview], nbytes: int, write: Callable[[bytearray], Any]) -> Any:
-        if len(self._memory) != nbytes:
-            self._memory = bytearray(nbytes)
-        at, memory = 0, memoryview(self._memory)
-        for part in parts:
-            memory[at : at + len(part)] = part
-            at += len(part)
-        memory[at:] = bytes(nbytes - at)
-        return write(self._memory)
+
+def copy_bytes(source: bytes | memoryview, target: memoryview) -> None:
+    """Copy; other threads run Python meanwhile, as they do not while one assigns to a slice of a memory view.
+
+    Examples
+    --------
+    >>> copy_bytes(b"ab", memoryview(target := bytearray(2)))
+    >>> target
+    bytearray(b'ab')
+    """
+    np.copyto(np.asarray(target), np.asarray(memoryview(source)))
+
+
+def _join(parts: Sequence[memoryview], memory: bytearray) -> None:
+    """Fill memory with the parts one after the other, then zeros."""
+    at, view = 0, memoryview(memory)
+    for part in parts:
+        copy_bytes(part, view[at : at + len(part)])
+        at += len(part)
+    view[at:] = bytes(len(view) - at)
 
 
 def _calls() -> _Calls:

@@ -18,7 +18,7 @@ import tensorstore as ts
 from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
 from functional_ckpt.store.access import Place, StorePolicy
 from functional_ckpt.store.base import METADATA_NBYTES, UNSIZED, Capabilities, OnBlock, check_limit
-from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner, joined
+from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner, copy_bytes, joined
 from functional_ckpt.store.server_errors import explained, knows_no_condition
 from functional_ckpt.store.whole import WholeStore
 from functional_ckpt.store.zarr import refuse_forked
@@ -193,7 +193,7 @@ class ObjectStore(WholeStore):
         """Read an object's head, a large one by several requests at a time unless as many objects are read."""
         for start, data in self._blocks(name, len(into)):
             block = into[start : start + len(data)]
-            block[:] = data
+            copy_bytes(data, block)
             if each is not None:
                 each(block)
 

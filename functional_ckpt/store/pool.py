@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -44,7 +45,9 @@ def host_memory(nbytes: int) -> Array:
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             _advise(pages, getattr(mmap, advice))
-    return np.frombuffer(pages, np.uint8)
+    memory = np.frombuffer(pages, np.uint8)
+    _MAPPED[memory.__array_interface__["data"][0]] = memory
+    return memory
 
 
 def _advise(pages: mmap.mmap, advice: int) -> None:
@@ -256,10 +259,18 @@ def aligned(nbytes: int) -> int:
 
 
 def _forget() -> None:
-    """In a forked child there is neither the memory of its parent nor anybody who uses it."""
+    """In a forked child there is neither the memory of its parent nor anybody who uses it.
+
+    Others may have mapped pages at its address by the time when the child drops what refers to it, and to let go of it
+    would unmap theirs.
+    """
     global _POOL
+    _LEFT_BEHIND.extend(_MAPPED.values())
     _POOL = StagingPool()
 
 
+#: Memory from `host_memory`, by its address.
+_MAPPED: WeakValueDictionary[int, Array] = WeakValueDictionary()
+_LEFT_BEHIND: list[Array] = []
 _POOL = StagingPool()
 os.register_at_fork(after_in_child=_forget)

@@ -152,8 +152,9 @@ def leftover_names(store: Store, dead: Collection[str]) -> list[str]:
 
     There are leftovers only if a claim in `dead`, or a root without its final name, shows that a save began here. They
     are manifest and provenance, and nodes of which every object has the name of a chunk or of array metadata: those
-    that a claim names, or, if all claims are lost or truncated, those whose metadata functional_ckpt wrote. Claims come
-    last, so that leftovers can still be recognised if the deletion is killed.
+    that a claim names, or, if all claims are lost or truncated, those whose metadata functional_ckpt wrote. A node that
+    a claim names may be an empty directory, whose name ends with a slash. Claims come last, so that leftovers can still
+    be recognised if the deletion is killed.
     """
     names = sorted(store.names())
     named = [claimed_nodes(_content(store, n)) for n in names if n in dead and not n.endswith(NEW)]
@@ -173,7 +174,14 @@ def leftover_names(store: Store, dead: Collection[str]) -> list[str]:
             header = f"{node}/zarr.json"
             if _is_ours(store, header, _HEADER, memory or node in claimed):
                 found += [f"{node}/{leaf}" for leaf in leaves]
-    return found + signs
+    return found + _empty(store, claimed.difference(name.partition("/")[0] for name in names)) + signs
+
+
+def _empty(store: Store, nodes: Collection[str]) -> list[str]:
+    """Return those of `nodes`, in none of which is an object, that are directories."""
+    if not nodes or not store.capabilities.rename:
+        return []
+    return [name for name in sorted(store.children()) if name.endswith("/") and name[:-1] in nodes]
 
 
 def _nodes(names: Collection[str]) -> dict[str, list[str]]:

@@ -1,20 +1,42 @@
 """`DeviceCopier`: copies of a device's tensors to pinned memory of the host, on a stream of their own."""
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
-from weakref import finalize
 
 import attrs
+import numpy as np
 import torch
 
+from functional_ckpt.store.buffer import address_of
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.pool import host_memory
 
 __all__ = ["DeviceCopier", "copier_of"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
+
+
+class _Pinned:
+    """What an array of pinned memory refers to: it unpins the memory, and only then lets go of it.
+
+    Not a finalizer of the array: numpy 2.5 gives up what an array refers to before it tells that the array is gone.
+    """
+
+    def __init__(self, memory: Array, copier: "DeviceCopier") -> None:
+        self._memory, self._copier, self._process = memory, copier, os.getpid()
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._memory.__array_interface__
+
+    def __del__(self) -> None:
+        # Not at the end of the process, and not in a forked child, which has no device.
+        if not sys.is_finalizing() and os.getpid() == self._process:
+            self._copier.unpin(address_of(self._memory))
 
 
 @attrs.frozen(eq=False)
@@ -31,16 +53,20 @@ class DeviceCopier:
     def allocate(self, nbytes: int) -> Array:
         """Return memory that the device can write to by itself; ordinary memory, which is slower, if it cannot."""
         memory = host_memory(nbytes)
-        if hasattr(self.api, "cudart"):
-            # Not torch's own pinned memory: that is rounded up to a power of two.
-            runtime, address = self.api.cudart(), memory.__array_interface__["data"][0]
-            if int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)):
-                with suppress(RuntimeError):  # the runtime would report it at the next kernel, which may be the user's
-                    torch.zeros(1, device=self.device)
-            else:
-                # It runs before the pages go, since those are what the array refers to.
-                finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        if not hasattr(self.api, "cudart"):
+            return memory
+        # Not torch's own pinned memory: that is rounded up to a power of two.
+        if not int(self.api.cudart().cudaHostRegister(address_of(memory), nbytes, _PORTABLE)):
+            return np.asarray(_Pinned(memory, self))
+        with suppress(RuntimeError):  # the runtime would report it at the next kernel, which may be the user's
+            torch.zeros(1, device=self.device)
         return memory
+
+    def unpin(self, address: int) -> None:
+        """Let the device no longer write to memory that it could; on whatever thread, which may have another device."""
+        # A thread that has chosen none would open the first of the machine.
+        with self.api.device(self.device):
+            self.api.cudart().cudaHostUnregister(address)
 
     def begin(self, buffers: Sequence[Any], copies: Sequence[Array]) -> Callable[[], None]:
         """Begin to copy; return what waits for the end."""

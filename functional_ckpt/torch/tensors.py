@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from functional_ckpt.errors import DTypeError, ShapeError, SpecError, UnsupportedLeafError
+from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
@@ -25,17 +25,25 @@ from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import copier_of
-from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, host_view, to_torch
+from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, dtype_name_of, host_view, to_torch
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
 __all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
+
+
+#: What a device puts in order at a time, in memory of its own, before it sends it.
+_PART_NBYTES = 32 * 2**20
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 @attrs.frozen(eq=False)
 class DeviceBuffer:
     """A tensor in memory that the host cannot address; regions are copied to and from the host on demand."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor = attrs.field(converter=_detached)
 
     def view(self, shape: tuple[int, ...], run: int) -> Array | None:
         """Return None: there is no host view."""
@@ -52,6 +60,8 @@ class DeviceBuffer:
         host = np.empty(tuple(piece.shape), numpy_dtype(name))
         copy_cast(host, values)
         piece.copy_(to_torch(host, name))
+        # `copy_` returns while the device still puts the elements of a strided piece in their places.
+        _wait_for(piece.device)
 
     def form(self) -> Array:
         """Return an array of the tensor's shape and data type, of one element that repeats."""
@@ -63,7 +73,7 @@ class DeviceBuffer:
 
     def copy_to(self, into: Array) -> None:
         """Begin to copy the tensor to memory of the host, on the stream that is current."""
-        to_torch(into, DTYPE_NAMES[self.tensor.dtype]).copy_(self.tensor, non_blocking=True)
+        _begin_to_copy(self.tensor, to_torch(into, DTYPE_NAMES[self.tensor.dtype]))
 
     def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is."""
@@ -79,6 +89,24 @@ class DeviceBuffer:
         if size == self.tensor.numel():
             return self.tensor.reshape(shape)[region]
         return self.tensor.view(-1)[run : run + size].view(shape)[region]
+
+
+def _begin_to_copy(tensor: torch.Tensor, into: torch.Tensor) -> None:
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _PART_NBYTES or tensor.is_contiguous():
+        into.copy_(tensor, non_blocking=True)
+        return
+    axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
+    rows = max(1, tensor.shape[axis] * _PART_NBYTES // nbytes)
+    for part, place in zip(tensor.split(rows, axis), into.split(rows, axis), strict=True):
+        _begin_to_copy(part, place)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait for what this thread has asked a device to do."""
+    stream = getattr(getattr(torch, device.type, None), "current_stream", None)
+    if stream is not None:
+        stream(device).synchronize()
 
 
 class TorchLeaves:
@@ -113,7 +141,7 @@ class TorchLeaves:
         _check_fillable(key, local, rank)
         if isinstance(leaf, DTensor):
             return Target.of(_held_parts(key, leaf, local), rank, leaf)
-        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+        spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
         buffer = _buffer(local)
         return Target(_whole_identity(leaf, buffer), (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
@@ -131,7 +159,7 @@ class TorchLeaves:
 
 def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
     """Describe the parts of a DTensor that this rank holds; `local` is its local tensor."""
-    spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+    spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
     # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
     # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
     placements = leaf.placements
@@ -163,11 +191,11 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is not None and tensor.is_cpu and type(tensor) in _PLAIN_TYPES:
         try:  # torch gives no array of a tensor that is not dense, or conjugated, or negated: one call instead of nine
-            return dtype, HostBuffer(host_view(tensor), tensor.data_ptr())
+            return dtype, _buffer(tensor)
         except (RuntimeError, TypeError):
             pass
     _check_readable(key, tensor, rank)
-    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
+    return dtype_name_of(key, tensor), _buffer(_resolved(tensor))
 
 
 def _check_readable(key: str, tensor: torch.Tensor, rank: int) -> None:
@@ -194,11 +222,11 @@ def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
         found = "a meta tensor" if tensor.is_meta else "a DTensor"
         raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
     _check_fillable(key, tensor)
-    return _dtype_name(key, tensor), _buffer(tensor)
+    return dtype_name_of(key, tensor), _buffer(tensor)
 
 
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
-    plain = leaf.detach() if leaf.requires_grad else leaf
+    plain = _detached(leaf)
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
@@ -232,10 +260,10 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
     """Return the local part of a tensor, detached."""
     if not isinstance(leaf, DTensor):
-        return leaf.detach() if leaf.requires_grad else leaf
+        return _detached(leaf)
     # to_local goes through autograd, which costs more than the rest of the work for a small tensor.
     local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
-    return leaf.to_local().detach() if local is None else local.detach() if local.requires_grad else local
+    return _detached(leaf.to_local() if local is None else local)
 
 
 def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor, rank: int) -> tuple[Sharding, tuple[Buffer, ...]]:
@@ -323,9 +351,7 @@ def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
         return HostBuffer(host_view(tensor), tensor.data_ptr())
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
-    stream = getattr(getattr(torch, tensor.device.type, None), "current_stream", None)
-    if stream is not None:
-        stream(tensor.device).synchronize()
+    _wait_for(tensor.device)
     return DeviceBuffer(tensor)
 
 
@@ -341,20 +367,6 @@ def _check_type(key: str, leaf: torch.Tensor) -> None:
             found=f"{type(leaf).__qualname__}, {leaf.layout}",
             remedy="Convert it to dense tensors (indices, values, scales) before saving",
         )
-
-
-def _dtype_name(key: str, leaf: torch.Tensor) -> str:
-    name = DTYPE_NAMES.get(leaf.dtype)
-    if name is None:
-        raise DTypeError(
-            "the format has no such data type",
-            key,
-            shape=tuple(leaf.shape),
-            expected="one of " + ", ".join(TORCH_DTYPES),
-            found=str(leaf.dtype),
-            remedy="View it as a data type of the same width, such as torch.view_as_real for complex32",
-        )
-    return name
 
 
 def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:

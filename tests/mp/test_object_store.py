@@ -39,6 +39,7 @@ def train(place, saving, loading):
 
 def test_four_ranks_train_and_resume(server, url, four):  # noqa: F811
     place = url.rpartition("/")[0]
-    found = four.run(train, place, server.saving(), server.loading(strict="ignore"))
+    limit_s = 600  # a loaded machine, and a slow server
+    found = four.run(train, place, server.saving(), server.loading(strict="ignore"), limit_s=limit_s)
     assert found == [(True, 2)] * 4
     assert verify(f"{place}/step-1", store=server.access()).ok

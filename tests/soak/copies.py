@@ -83,9 +83,28 @@ COPIES = (
     ),
     Mutant(
         "memory that is given back stays pinned", "torch/devices.py",
-        "                finalize(memory, runtime.cudaHostUnregister, address).atexit = False\n",
-        "                pass\n",
+        "            self._copier.unpin(address_of(self._memory))\n", "            pass\n",
         ("tests/test_devices.py", "-k", "devices_copies"),
+    ),
+    Mutant(
+        "a thread opens another device to let go of memory", "torch/devices.py",
+        "        with self.api.device(self.device):\n", "        if True:\n",
+        ("tests/test_devices.py", "-k", "devices_copies"),
+    ),
+    Mutant(
+        "a forked child calls the device of its parent", "torch/devices.py",
+        " and os.getpid() == self._process:\n", ":\n",
+        ("tests/test_devices.py", "-k", "forked"),
+    ),
+    Mutant(
+        "a load returns before the device has put everything in its place", "torch/tensors.py",
+        "        _wait_for(piece.device)\n", "",
+        ("tests/test_devices.py", "-k", "is_there"),
+    ),
+    Mutant(
+        "a forked child unmaps what others have mapped", "store/pool.py",
+        "    _LEFT_BEHIND.extend(_MAPPED.values())\n", "",
+        ("tests/test_staging.py", "-k", "lets_go_of"),
     ),
     Mutant(
         "an error keeps what failed to be saved, through the functions that it has left", "run/comm.py",

@@ -15,7 +15,7 @@ REMEMBERED = (
     ),
     Mutant(
         "a save that fails leaves its directory open", "run/saving.py",
-        "        failing.callback(store.unpin)", "        pass",
+        "        prepared.store.unpin()", "        pass",
         ("tests/test_syncs.py", "-k", "fails_the_save"),
     ),
     Mutant(

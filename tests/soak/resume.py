@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/train_resume.py"
 #: Seen: differences up to 1e-6 between numbers of ranks. A step lost or done twice shifts all by 1e-2 and more.
 TOLERANCE = 1e-4
-#: What a rank may take to end once another one is dead.
-LIMIT_S = 90
+#: What a rank may take to end once another one is dead: it waits for it for the first, and ends.
+PATIENCE_S, LIMIT_S = 60, 90
 
 
 def free_port():
@@ -37,13 +37,14 @@ def free_port():
 class World:
     """The ranks of one start, and what rank 0 has printed."""
 
-    def __init__(self, root, size, steps):
+    def __init__(self, root, size, steps, patience_s=PATIENCE_S):
         self.log = Path(tempfile.mkstemp(suffix=".log")[1])
         environment = {
             **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [sys.executable, str(SCRIPT), str(root), "--steps", str(steps), "--save-every", "3"]
+        command += ["--patience", str(patience_s)]
         with open(self.log, "a") as out:
             self.ranks = [
                 subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=out, stderr=out)

@@ -16,21 +16,23 @@ from tests.stores.servers import free_port, program
 
 pytest.importorskip("torch")
 STEPS = 12
+#: What ranks wait for one another: a loaded machine and a slow server, where nobody waits for a dead rank.
+PATIENCE_S = 1800
 
 
 def test_a_killed_run_resumes_from_a_bucket(server, url, tmp_path):  # noqa: F811
     if not server.heeds_conditions:
         pytest.skip("the example does not say that it is alone")
-    whole = World(tmp_path / "whole", 4, STEPS)
+    whole = World(tmp_path / "whole", 4, STEPS, PATIENCE_S)
     assert whole.finish() == [0] * 4, whole.log.read_text()
     root = url.rpartition("/")[0]
-    first = World(root, 4, STEPS)
+    first = World(root, 4, STEPS, PATIENCE_S)
     first.wait_for(8)
     for rank in first.ranks:
         rank.kill()
     first.finish()
     done = first.losses()
-    second = World(root, 2, STEPS)
+    second = World(root, 2, STEPS, PATIENCE_S)
     assert second.finish() == [0] * 2, second.log.read_text()
     resumed = second.losses()
     assert min(resumed) > 1, "it began anew"
@@ -49,7 +51,8 @@ python() { :; }
 moto_server() { "$MOTO_SERVER" "$@"; }
 functional-ckpt() { "$PYTHON" -m functional_ckpt.cli "$@"; }
 torchrun() {
-    "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 "$@" --steps 12 > "$LOGS/$2.log" 2>&1 &
+    "$PYTHON" -m torch.distributed.run --standalone --local-addr 127.0.0.1 "$@" \\
+        --steps 12 --patience 1800 > "$LOGS/$2.log" 2>&1 &
     local run=$!
     if [ "$2" = 4 ]; then
         until grep -q "^step 6 " "$LOGS/4.log"; do kill -0 $run; sleep 0.1; done

@@ -19,6 +19,11 @@ def free_port():
         return found.getsockname()[1]
 
 
+def worker_count():
+    """Return in how many processes a server runs that can: one for every two cores."""
+    return max(1, (os.cpu_count() or 1) // 2)
+
+
 def program(name):
     """Return a program of the environment that runs the tests, or of those that are named for it."""
     for place in (*os.environ.get("FUNCTIONAL_CKPT_SERVERS", "").split(":"), os.path.dirname(sys.executable)):
@@ -79,7 +84,8 @@ def rclone(place):
 
 @contextlib.contextmanager
 def swift(place):
-    """OpenStack Swift behind its s3api: one device, four processes."""
+    """OpenStack Swift behind its s3api: one device, four processes, on many cores more of proxy and object server."""
+    workers = worker_count() if worker_count() > 1 else 0  # 0: the process that is started is the only one
     ports = {"account": free_port(), "container": free_port(), "object": free_port()}
     proxy = free_port()
     (place / "node" / "sda").mkdir(parents=True)
@@ -92,10 +98,11 @@ def swift(place):
     user = pwd.getpwuid(os.getuid()).pw_name
     with contextlib.ExitStack() as running:
         for name, port in ports.items():
+            children = workers if name == "object" else 0
             (place / f"{name}.conf").write_text(
                 f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {port}\nuser = {user}\nswift_dir = {place}\n"
-                f"devices = {place}/node\nmount_check = false\nworkers = 0\n[pipeline:main]\npipeline = {name}-server\n"
-                f"[app:{name}-server]\nuse = egg:swift#{name}\n"
+                f"devices = {place}/node\nmount_check = false\nworkers = {children}\n"
+                f"[pipeline:main]\npipeline = {name}-server\n[app:{name}-server]\nuse = egg:swift#{name}\n"
             )
             command = [program(f"swift-{name}-server"), str(place / f"{name}.conf")]
             running.enter_context(_running(command, port, place / f"{name}.log"))
@@ -112,8 +119,8 @@ def swift(place):
             "dlo",
         ]
         (place / "proxy.conf").write_text(
-            f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {proxy}\nuser = {user}\nswift_dir = {place}\nworkers = 0\n"
-            f"[pipeline:main]\npipeline = {' '.join(filters)} proxy-server\n"
+            f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {proxy}\nuser = {user}\nswift_dir = {place}\n"
+            f"workers = {workers}\n[pipeline:main]\npipeline = {' '.join(filters)} proxy-server\n"
             "[app:proxy-server]\nuse = egg:swift#proxy\naccount_autocreate = true\n"
             # On a loaded machine it would give its only device up for a minute, and say that there is no bucket.
             "conn_timeout = 60\nnode_timeout = 60\nrecoverable_node_timeout = 60\nerror_suppression_limit = 1000000\n"

@@ -136,24 +136,29 @@ def test_requests_of_a_load_go_wrong(server, url, fault):
 def test_a_server_that_never_answers_is_given_up(server, url):
     server.proxy.reset(lambda request: "hang" if "/w/c." in request.path else None)
     policy = SavePolicy(store=server.access(timeout_s=0.5), layout=_CHUNKED)
-    began = time.monotonic()
-    with pytest.raises(StorageError, match="took too long"):
+    with pytest.raises(StorageError, match=r"took too long.*at most 0\.5 s"):
         save(state(2), url, policy=policy)
-    assert time.monotonic() - began < 60
     assert outcome(server, url) is None
 
 
 def test_a_root_whose_answer_comes_too_late_has_all_its_chunks(server, url):
     """Who gives up waiting cannot know whether the request still arrives: nothing is removed, and the error says so."""
     released = threading.Event()
+    held = []
 
     def hold(request):
         if request.method == "PUT" and request.path.endswith("1/zarr.json"):
+            held.append(request)
             released.wait()
 
     server.proxy.reset(hold)
-    with pytest.raises(OutcomeUnknownError, match="not known whether"):
-        save(state(2), url, policy=SavePolicy(store=server.access(timeout_s=0.7), layout=_CHUNKED))
+    timeout_s = 0.7
+    while not held:  # on a loaded machine an earlier request may take as long
+        url, timeout_s = f"{url}/again-1", 2 * timeout_s
+        with pytest.raises(StorageError) as caught:
+            save(state(2), url, policy=SavePolicy(store=server.access(timeout_s=timeout_s), layout=_CHUNKED))
+    assert isinstance(caught.value, OutcomeUnknownError)
+    assert "not known whether" in str(caught.value)
     released.set()
     store = open_store(url, access=server.access())
     while store.stamp("zarr.json") is None:
@@ -306,11 +311,13 @@ save({"w": np.arange(512, dtype="f4") + 2, "b": np.full(3, 2, "f8"), "step": 2},
 def test_kills_at_each_request_lose_nothing(server, url):
     """The saver is killed when a request of it arrives, before the server sees it and after; the next save works.
 
-    `tox -e stores` tries each: about a hundred kills for each server.
+    `tox -e stores` tries each: about a hundred kills for each server (of the slow one's chunks, which are alike, only
+    some).
     """
-    total = len(requests_of(server, url, LayoutPolicy(target_chunk_nbytes=2**6, min_chunk_nbytes=2**4)))
-    kills = [(number, after) for number in range(total) for after in (False, True)][:: 25 if STEP > 1 else 1]
-    assert total > 45
+    requests = requests_of(server, url, LayoutPolicy(target_chunk_nbytes=2**6, min_chunk_nbytes=2**4))
+    assert len(requests) > 45
+    tried = [number for number, one in enumerate(requests) if "/w/c." not in one.path or number % server.step == 0]
+    kills = [(number, after) for number in tried for after in (False, True)][:: 9 if STEP > 1 else 1]
     for number, after in kills:
         place = f"{url}-{number}-{after}"
         alone = "heeding" if server.heeds_conditions else "alone"

@@ -26,7 +26,7 @@ from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store import object_store
 from functional_ckpt.store.base import UNSIZED
-from functional_ckpt.store.joiner import REUSED_NBYTES
+from functional_ckpt.store.joiner import REUSED_NBYTES, Joiner
 from functional_ckpt.store.object_store import ObjectStore
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.store.steps import find_steps, remove_step, sweep_steps
@@ -92,8 +92,8 @@ def test_codecs_ranks_and_the_background(server, url):
         found = load({"w": LocalShards(shard, np.zeros_like(wanted))}, url, policy=policy, process_group=gather)
         return found["w"].data[0].tolist() == wanted.tolist()
 
-    assert len({manifest.to_json() for manifest in run_ranks(4, save_mine)}) == 1
-    assert run_ranks(2, load_mine) == [True, True]
+    assert len({manifest.to_json() for manifest in run_ranks(4, save_mine, timeout_s=300)}) == 1
+    assert run_ranks(2, load_mine, timeout_s=300) == [True, True]
 
 
 def test_requests_are_chunks_arrays_and_a_constant(server, url):
@@ -212,7 +212,7 @@ def test_requests_that_need_nothing_of_one_another_go_together(server, url, coun
     def meet(request):
         if len(came) < count and is_one(request, server.proxy.requests):
             came.append(request)
-            barrier.wait(20)
+            barrier.wait(120)  # a loaded machine
             met.append(request)
 
     state = {f"a{i}": np.full((4, 4), i, "f4") for i in range(12)}
@@ -258,6 +258,27 @@ def test_large_objects_are_handed_over_by_one_thread(server, url, monkeypatch):
     assert len({*threads}) == 1
     loaded = load({key: np.zeros_like(value) for key, value in state.items()}, url, policy=server.loading())
     assert all(np.array_equal(loaded[key], value) for key, value in state.items())
+
+
+def test_an_object_is_joined_while_another_is_handed_over():
+    joiner, began, joined = Joiner(), threading.Event(), threading.Event()
+
+    class Telling(list):
+        def __iter__(self):
+            joined.set()
+            return super().__iter__()
+
+    def write(memory):
+        began.set()
+        return joined.wait(60), bytes(memory)
+
+    first = threading.Thread(target=lambda: found.append(joiner.passed([memoryview(b"abc")], 4, write)))
+    found = []
+    first.start()
+    assert began.wait(60)
+    second = joiner.passed(Telling([memoryview(b"de")]), 4, bytes)
+    first.join()
+    assert (found, second) == ([(True, b"abc\0")], b"de\0\0")
 
 
 @pytest.mark.parametrize(("count", "budget", "each"), [(1, 2**30, 4), (8, 2**30, 2), (16, 2**30, 1), (16, 2**19, 4)])

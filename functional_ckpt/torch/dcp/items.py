@@ -14,19 +14,22 @@ from functional_ckpt.run.leaves import HeldArray
 from functional_ckpt.run.objects import object_bytes, trust_needed
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import known_spec
+from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import known_shard
 from functional_ckpt.spec.tree import DictKey, Path, unflatten
 from functional_ckpt.store.values import plain_text
-from functional_ckpt.torch.dcp.bridge import SavePlan, WriteItem, is_bytes, is_whole, tree_path, written_box
-from functional_ckpt.torch.dcp.resolving import PlannedBuffer, Resolver
+from functional_ckpt.torch.dcp.bridge import SavePlan, is_bytes, is_whole, tree_path, written_box
+from functional_ckpt.torch.dcp.packed import Items, planned_items
+from functional_ckpt.torch.dcp.resolving import Resolver
+from functional_ckpt.torch.dcp.results import PackedResults, results_of
 
 __all__ = ["captured_plan"]
 
 
 def captured_plan(
     plan: SavePlan, planner: Any, rank: int, policy: SavePolicy, policy_text: str, compares: bool
-) -> Captured:
-    """Describe the items that a rank is to write; the data are taken from `planner` item by item.
+) -> tuple[Captured, PackedResults]:
+    """Describe the items that a rank is to write, and their results; the data are taken from `planner` item by item.
 
     `compares`: every rank that has a whole tensor or object still has its item, and these are compared.
 
@@ -35,37 +38,60 @@ def captured_plan(
     CheckpointError
         All items that cannot be saved, at once.
     """
-    seen, resolver = Describer(rank, policy, compares), Resolver(planner, rank)
-    paths = _tidy_paths([item.index.fqn for item in plan.items], plan.planner_data)
-    for item in plan.items:
-        add = _add_object if is_bytes(item) else _add_tensor
-        seen.guard(item.index.fqn, add, seen, resolver, item, paths[item.index.fqn])
-    return seen.captured(policy_text)
+    seen, resolver, items = Describer(rank, policy, compares), Resolver(planner, rank), planned_items(plan)
+    paths = _tidy_paths(items.names, plan.planner_data)
+    adds = [_add_object if is_bytes(first) else _Tensors().add for first in items.first]
+    for number, (name, form) in enumerate(zip(items.names, items.which, strict=True)):
+        seen.guard(name, adds[form], seen, resolver, items, number, paths[name])
+    captured = seen.captured(policy_text)
+    return captured, results_of(items, _nbytes(items, captured))
 
 
-def _add_tensor(seen: Describer, resolver: Resolver, item: WriteItem, path: Path) -> None:
-    found, (shape, box) = resolver.resolved(item), written_box(item)
-    key = item.index.fqn
-    if found.shape != box.shape:
-        raise ShapeError(
-            "the planner gives a tensor of another shape than it planned",
-            key,
-            rank=seen.rank,
-            shape=shape,
-            offset=box.start,
-            expected=box.shape,
-            found=found.shape,
-        )
-    # The data type is that of the tensor, not of the plan: a cached plan may have an outdated one.
-    spec = known_spec(key, shape, found.dtype)
-    own = resolver.makes_tensors
-    buffer = PlannedBuffer(resolver, item, (found.shape, found.dtype)) if own else found.buffer
-    # By key: a tensor that the planner makes anew may have the address of an earlier one.
-    region = HeldArray(spec, (buffer,), is_whole(item), key, shards=() if is_whole(item) else (known_shard(spec, box),))
-    seen.add_array(key, path, region)
+def _nbytes(items: Items, captured: Captured) -> list[int]:
+    """Return the bytes of each item; 0 for a value that goes into the manifest."""
+    specs = {leaf.key: leaf.spec for leaf in captured.common.arrays}
+    sizes = [None if is_bytes(first) else written_box(first)[1].size for first in items.first]
+    found: list[int] = []
+    for name, form in zip(items.names, items.which, strict=True):
+        spec, size = specs.get(name), sizes[form]
+        found.append(0 if spec is None else spec.nbytes if size is None else size * spec.itemsize)
+    return found
 
 
-def _add_object(seen: Describer, resolver: Resolver, item: WriteItem, path: Path) -> None:
+class _Tensors:
+    """Adds tensors of one form; what they have in common is found with the first of them."""
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[int, ...], Box, tuple[int, ...], bool] | None = None
+
+    def add(self, seen: Describer, resolver: Resolver, items: Items, number: int, path: Path) -> None:
+        key = items.names[number]
+        known = self._known
+        if known is None:
+            item = items.item(number)
+            shape, box = written_box(item)
+            known = self._known = shape, box, box.shape, is_whole(item)
+        shape, box, extent, whole = known
+        found, dtype, buffer = resolver.held(items, number)
+        if found != extent:
+            raise ShapeError(
+                "the planner gives a tensor of another shape than it planned",
+                key,
+                rank=seen.rank,
+                shape=shape,
+                offset=box.start,
+                expected=extent,
+                found=tuple(found),
+            )
+        # The data type is that of the tensor, not of the plan: a cached plan may have an outdated one.
+        spec = known_spec(key, shape, dtype)
+        # By key: a tensor that the planner makes anew may have the address of an earlier one.
+        region = HeldArray(spec, (buffer,), whole, key, shards=() if whole else (known_shard(spec, box),))
+        seen.add_array(key, path, region)
+
+
+def _add_object(seen: Describer, resolver: Resolver, items: Items, number: int, path: Path) -> None:
+    item = items.item(number)
     key, held = item.index.fqn, resolver.value(item)
     data = b"" if held is not None else _bytes_of(resolver.data(item))
     found = _plain(data) if held is None else held

@@ -1,4 +1,4 @@
-"""Plans, write results and metadata of DCP, in the short form in which they travel between ranks.
+"""Plans and metadata of DCP, in the short form in which they travel between ranks.
 
 DCP pickles them item by item, and the item of one tensor is five objects. But thousands of tensors differ by name only.
 So the names travel, and each form once, as an item that DCP itself can pickle. What arrives is equal to what was sent,
@@ -8,7 +8,7 @@ Items of a kind that is not known here, such as a subclass, travel as DCP sends 
 
 import pickle
 import secrets
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from operator import attrgetter, itemgetter
@@ -29,10 +29,12 @@ from functional_ckpt.torch.dcp.bridge import (
     TensorStorageMetadata,
     TensorWriteData,
     WriteItem,
-    WriteResult,
 )
 
-__all__ = ["PackedResults", "pack_metadata", "packed_load_plan", "packed_save_plan"]
+__all__ = [
+    "WRITES", "Items", "Kind", "Parcel", "index_form", "index_like", "pack_metadata", "packed_load_plan",
+    "packed_save_plan", "planned_items",
+]  # fmt: skip
 
 
 def packed_save_plan(plan: SavePlan) -> SavePlan:
@@ -73,27 +75,8 @@ def pack_metadata(metadata: Metadata) -> None:
         metadata.__class__ = _SentMetadata
 
 
-class PackedResults(list[WriteResult]):
-    """Write results, which travel in the short form.
-
-    Examples
-    --------
-    >>> pickle.loads(pickle.dumps(PackedResults([])))
-    []
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return the short form, or a list."""
-        self.parcel = _Parcel.of(_RESULTS, self)
-        return (list, (list(self),)) if self.parcel is None else (_arrived_results, (self.parcel,))
-
-
-def _arrived_results(parcel: "_Parcel") -> list[WriteResult]:
-    return parcel.items(_RESULTS)
-
-
 @attrs.frozen
-class _Kind:
+class Kind:
     """How objects are taken apart into `name` and `form`, and `made` from another one of that form and a name.
 
     `form` is None for an object that is more than these two tell.
@@ -104,77 +87,118 @@ class _Kind:
     made: Callable[[Any, str], Any]
 
 
-def _packed(kind: _Kind, items: tuple[Any, ...]) -> bytes | None:
-    """Return items as bytes; None if one of them cannot be taken apart."""
-    numbers: dict[Hashable, int] = {None: -1}
-    first: list[Any] = []
-    which: list[int] = []
-    try:
-        for item in items:
-            number = numbers.setdefault(kind.form(item), len(first))
-            if number == len(first):
-                first.append(item)
-            which.append(number)
-    except (AttributeError, TypeError):  # a field is not what DCP says that it is
-        return None
-    if -1 in which:
-        return None
-    return pickle.dumps(([*map(kind.name, items)], which, first), pickle.HIGHEST_PROTOCOL)
+@attrs.frozen(eq=False)
+class Items:
+    """Items of a plan or of results by what they have in common: thousands of tensors differ by name only.
+
+    Number n is named ``names[n]`` and is otherwise like ``first[which[n]]``. `own` are the items themselves, if this
+    process has them; else `kind` makes them.
+    """
+
+    kind: Kind
+    names: Sequence[str]
+    which: Sequence[int]
+    first: Sequence[Any]
+    own: Sequence[Any] | None = None
+
+    @classmethod
+    def of(cls, kind: Kind, own: Sequence[Any]) -> "Items | None":
+        """Return items taken apart; None if one of them cannot be."""
+        numbers: dict[Hashable, int] = {None: -1}
+        first: list[Any] = []
+        which: list[int] = []
+        try:
+            for item in own:
+                number = numbers.setdefault(kind.form(item), len(first))
+                if number == len(first):
+                    first.append(item)
+                which.append(number)
+        except (AttributeError, TypeError):  # a field is not what DCP says that it is
+            return None
+        return None if -1 in which else cls(kind, [*map(kind.name, own)], which, first, own)
+
+    @classmethod
+    def unpacked(cls, kind: Kind, data: bytes) -> "Items":
+        """Return items that `pack` has packed."""
+        return cls(kind, *pickle.loads(data))  # noqa: S301 - from ranks of this group, never from storage
+
+    def pack(self) -> bytes:
+        """Return the short form."""
+        return pickle.dumps((self.names, self.which, self.first), pickle.HIGHEST_PROTOCOL)
+
+    def item(self, number: int) -> Any:
+        """Return one item."""
+        if self.own is not None:
+            return self.own[number]
+        return self.kind.made(self.first[self.which[number]], self.names[number])
+
+    def all(self) -> list[Any]:
+        """Return a new list of the items."""
+        if self.own is not None:
+            return list(self.own)
+        return [*map(self.kind.made, map(self.first.__getitem__, self.which), self.names)]
 
 
-def _unpacked(kind: _Kind, data: bytes) -> list[Any]:
-    names, which, first = pickle.loads(data)  # noqa: S301 - from ranks of this group, never from storage
-    return [*map(kind.made, map(first.__getitem__, which), names)]
+def planned_items(plan: SavePlan) -> Items:
+    """Return the items of a plan that is to be written; none is made of a plan that nobody has looked into.
+
+    Examples
+    --------
+    >>> from functional_ckpt.torch.dcp.bridge import byte_item
+    >>> planned_items(SavePlan([byte_item("a"), byte_item("b")])).which
+    [0, 0]
+    """
+    parcel = vars(plan).get("_parcel") if type(plan) is _ArrivedSavePlan else None
+    if parcel is not None:
+        found: Items = parcel.items(WRITES)
+        return found
+    own = tuple(plan.items)
+    return Items.of(WRITES, own) or Items(_ALONE, [*map(_ALONE.name, own)], range(len(own)), own, own)
 
 
 @attrs.frozen(eq=False)
-class _Parcel:
+class Parcel:
     """Packed items on their way. The process that has sent them, and still holds the parcel, finds its own in it."""
 
     data: bytes
     token: bytes
-    own: tuple[Any, ...] | None = None
+    sent: Items | None = None
 
     @classmethod
-    def of(cls, kind: _Kind, items: Iterable[Any]) -> "_Parcel | None":
-        """Return items to be sent; None if they cannot be packed."""
-        own = tuple(items)
-        data = _packed(kind, own)
-        if data is None:
-            return None
-        parcel = cls(data, secrets.token_bytes(16), own)
+    def of(cls, items: Items) -> "Parcel":
+        """Return items to be sent."""
+        parcel = cls(items.pack(), secrets.token_bytes(16), items)
         _SENT[parcel.token] = parcel
         return parcel
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.data, self.token)
 
-    def items(self, kind: _Kind) -> list[Any]:
-        """Return a new list of the items."""
-        return _unpacked(kind, self.data) if self.own is None else list(self.own)
+    def items(self, kind: Kind) -> Items:
+        """Return what was packed."""
+        return Items.unpacked(kind, self.data) if self.sent is None else self.sent
 
 
-def _received(data: bytes, token: bytes) -> _Parcel:
-    return _SENT.get(token) or _Parcel(data, token)
+def _received(data: bytes, token: bytes) -> Parcel:
+    return _SENT.get(token) or Parcel(data, token)
 
 
 #: By random tokens: no other items ever have the same.
-_SENT: WeakValueDictionary[bytes, _Parcel] = WeakValueDictionary()
+_SENT: WeakValueDictionary[bytes, Parcel] = WeakValueDictionary()
 
 
 _PROPERTIES = tuple(field.name for field in fields(TensorProperties))
-_index_form = attrgetter("__class__", "offset", "index")
+index_form = attrgetter("__class__", "offset", "index")
 _chunk_form = attrgetter("__class__", "offsets", "sizes")
 _properties_form = attrgetter("__class__", *_PROPERTIES)
 _write_form = attrgetter("__class__", "type", "bytes_io_data")
 _tensor_form = attrgetter("__class__", "size")
 _read_form = attrgetter("__class__", "type", "dest_offsets", "storage_offsets", "lengths")
-_result_form = attrgetter("__class__", "size_in_bytes", "storage_data")
 _OF_TENSORS = (TensorWriteData, ChunkStorageMetadata, TensorProperties)
 
 
 def _form_of_write(item: WriteItem) -> Hashable:
-    own, index, data = _write_form(item), _index_form(item.index), item.tensor_data
+    own, index, data = _write_form(item), index_form(item.index), item.tensor_data
     if own[0] is not WriteItem or index[0] is not MetadataIndex:
         return None
     if data is None:
@@ -187,11 +211,11 @@ def _write_like(item: WriteItem, name: str) -> WriteItem:
     data = item.tensor_data
     if data is not None:
         data = TensorWriteData(_chunk_like(data.chunk), _properties_like(data.properties), data.size)
-    return WriteItem(_index_like(item.index, name), item.type, item.bytes_io_data, data)
+    return WriteItem(index_like(item.index, name), item.type, item.bytes_io_data, data)
 
 
 def _form_of_read(item: ReadItem) -> Hashable:
-    own, into, stored = _read_form(item), _index_form(item.dest_index), _index_form(item.storage_index)
+    own, into, stored = _read_form(item), index_form(item.dest_index), index_form(item.storage_index)
     if own[0] is not ReadItem or into[0] is not MetadataIndex or stored[0] is not MetadataIndex:
         return None
     name = item.storage_index.fqn
@@ -200,18 +224,9 @@ def _form_of_read(item: ReadItem) -> Hashable:
 
 def _read_like(item: ReadItem, name: str) -> ReadItem:
     stored = item.storage_index
-    stored = _index_like(stored, name) if stored.fqn == item.dest_index.fqn else stored
-    into = _index_like(item.dest_index, name)
+    stored = index_like(stored, name) if stored.fqn == item.dest_index.fqn else stored
+    into = index_like(item.dest_index, name)
     return ReadItem(item.type, into, item.dest_offsets, stored, item.storage_offsets, item.lengths)
-
-
-def _form_of_result(result: WriteResult) -> Hashable:
-    own, index = _result_form(result), _index_form(result.index)
-    return (own, index) if own[0] is WriteResult and index[0] is MetadataIndex else None
-
-
-def _result_like(result: WriteResult, name: str) -> WriteResult:
-    return WriteResult(_index_like(result.index, name), result.size_in_bytes, result.storage_data)
 
 
 def _form_of_stored(pair: tuple[str, Any]) -> Hashable:
@@ -241,14 +256,16 @@ def _properties_like(properties: TensorProperties) -> TensorProperties:
     return TensorProperties(*_properties_form(properties)[1:])
 
 
-def _index_like(index: MetadataIndex, name: str) -> MetadataIndex:
+def index_like(index: MetadataIndex, name: str) -> MetadataIndex:
+    """Return the index of another name; `index_form` tells all else."""
     return MetadataIndex(name, index.offset, index.index)
 
 
-_WRITES = _Kind(attrgetter("index.fqn"), _form_of_write, _write_like)
-_READS = _Kind(attrgetter("dest_index.fqn"), _form_of_read, _read_like)
-_RESULTS = _Kind(attrgetter("index.fqn"), _form_of_result, _result_like)
-_STORED = _Kind(itemgetter(0), _form_of_stored, _stored_like)
+WRITES = Kind(attrgetter("index.fqn"), _form_of_write, _write_like)
+_READS = Kind(attrgetter("dest_index.fqn"), _form_of_read, _read_like)
+#: Items of which one is of a user's own class: each is like no other.
+_ALONE = Kind(WRITES.name, id, lambda item, _: item)
+_STORED = Kind(itemgetter(0), _form_of_stored, _stored_like)
 
 
 class _Standin:
@@ -276,16 +293,17 @@ class _Arrived(_Standin):
     """What arrived lacks one field, and holds it packed: it is made when somebody asks for it."""
 
     _field: ClassVar[str]
-    _kind: ClassVar[_Kind]
+    _kind: ClassVar[Kind]
 
     @classmethod
     def sent_as(cls, value: Any) -> tuple[Any, ...]:
         """Return how pickle is to send `value`."""
         others = _fields(value)
         whole = others.pop(cls._field)
-        parcel = _Parcel.of(cls._kind, whole.items() if isinstance(whole, dict) else whole)
-        if parcel is None:
+        items = Items.of(cls._kind, tuple(whole.items() if isinstance(whole, dict) else whole))
+        if items is None:
             return _made, (cls._own, {**others, cls._field: whole})
+        parcel = Parcel.of(items)
         if type(value) is not cls._own:  # held as long as this way of sending it
             value.__dict__["_parcel"] = parcel
         return _made, (cls, {**others, "_parcel": parcel})
@@ -293,7 +311,7 @@ class _Arrived(_Standin):
     def __getattr__(self, name: str) -> Any:
         if name != self._field or "_parcel" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        items = self.__dict__.pop("_parcel").items(self._kind)
+        items = self.__dict__.pop("_parcel").items(self._kind).all()
         self.__dict__[name] = dict(items) if self._kind is _STORED else items
         object.__setattr__(self, "__class__", self._own)
         return self.__dict__[name]
@@ -313,7 +331,7 @@ def _made(cls: type, state: dict[str, Any]) -> Any:
 
 
 class _ArrivedSavePlan(_Arrived, SavePlan):
-    _own, _field, _kind = SavePlan, "items", _WRITES
+    _own, _field, _kind = SavePlan, "items", WRITES
 
 
 class _ArrivedLoadPlan(_Arrived, LoadPlan):

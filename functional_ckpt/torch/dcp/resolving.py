@@ -18,7 +18,8 @@ from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, Unsup
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier
 from functional_ckpt.store.encoding import Array
-from functional_ckpt.torch.dcp.bridge import DefaultSavePlanner, MetadataIndex, WriteItem
+from functional_ckpt.torch.dcp.bridge import DefaultSavePlanner, WriteItem
+from functional_ckpt.torch.dcp.packed import Items
 from functional_ckpt.torch.tensors import readable
 
 __all__ = ["PlannedBuffer", "Resolver", "is_stock", "local_tensor"]
@@ -62,10 +63,21 @@ class Resolver:
         """Return the object of an item from the state dict, unless the planner transforms it."""
         return None if self.makes_tensors else (self._asking(item, lambda: self.planner.lookup_object(item.index)),)
 
+    def held(self, items: Items, number: int) -> tuple[tuple[int, ...], str, Buffer]:
+        """Return shape, data type and memory of the tensor of an item."""
+        if self.makes_tensors:
+            item = items.item(number)
+            made = self.resolved(item)
+            return made.shape, made.dtype, PlannedBuffer(self, item, (made.shape, made.dtype))
+        name = items.names[number]
+        data = local_tensor(self.planner.state_dict, name)
+        if data is None:
+            found = self._asked(items.item(number))
+            return found.shape, found.dtype, found.buffer
+        return data.shape, *readable(name, data, self.rank)
+
     def resolved(self, item: WriteItem) -> "Resolved":
-        """Return the tensor of an item, from the last requested ones if it may have to be made."""
-        if not self.makes_tensors:
-            return self._asked(item)
+        """Return the tensor of an item that may have to be made, unless it is one of the last requested ones."""
         place = item.index.fqn, item.index.offset
         with self._lock:
             known = self._recent.get(place)
@@ -77,8 +89,7 @@ class Resolver:
 
     def _asked(self, item: WriteItem) -> "Resolved":
         key = item.index.fqn
-        data: Any = None if self.makes_tensors else local_tensor(self.planner.state_dict, item.index)
-        data = self.data(item) if data is None else data
+        data = self.data(item)
         if isinstance(data, DTensor):
             data = self._asking(item, lambda: data.__get_tensor_shard__(item.index))
         if not isinstance(data, torch.Tensor):
@@ -142,13 +153,13 @@ class PlannedBuffer:
         return found.buffer
 
 
-def local_tensor(state: Mapping[str, Any], index: MetadataIndex) -> torch.Tensor | None:
-    """Return the tensor behind a DTensor of a planner's `state`; None for anything else, for which it is to be asked.
+def local_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
+    """Return the tensor behind DTensor `key` of a planner's `state`; None for anything else: ask the planner.
 
-    DCP's planner returns a view of the same memory. It makes it through autograd, which takes longer than to copy a
+    It returns a view of the same memory. It makes it through autograd, which takes longer than to copy a
     small tensor.
     """
-    leaf = state.get(index.fqn)
+    leaf = state.get(key)
     if type(leaf) is not DTensor or not _are_held(leaf.placements):
         return None
     local: Any = getattr(leaf, "_local_tensor", None)

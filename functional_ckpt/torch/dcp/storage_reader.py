@@ -249,7 +249,7 @@ def _wholes(items: Iterable[ReadItem], planner: Any) -> dict[Any, torch.Tensor]:
     for item in items:
         index = item.dest_index
         if index not in found:
-            local = local_tensor(state, index)
+            local = local_tensor(state, index.fqn)
             found[index] = lookup(index) if local is None else local
     return found
 

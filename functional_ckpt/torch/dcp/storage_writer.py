@@ -30,7 +30,6 @@ from functional_ckpt.run.saving import (
 )
 from functional_ckpt.run.timed import timed
 from functional_ckpt.show.bar import displayed
-from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.torch.dcp.bridge import (
     Members,
     Metadata,
@@ -38,18 +37,16 @@ from functional_ckpt.torch.dcp.bridge import (
     StorageMeta,
     StorageReader,
     StorageWriter,
-    WriteItem,
     WriteResult,
     done,
-    is_bytes,
     planned,
     stamp,
     with_planner_data,
     with_storage_data,
-    write_result,
 )
 from functional_ckpt.torch.dcp.items import captured_plan
-from functional_ckpt.torch.dcp.packed import PackedResults, pack_metadata, packed_save_plan
+from functional_ckpt.torch.dcp.packed import pack_metadata, packed_save_plan
+from functional_ckpt.torch.dcp.results import PackedResults, reported
 from functional_ckpt.torch.dcp.storage_reader import ZarrStorageReader, has_store
 from functional_ckpt.torch.dcp.writing import Writing, abandon_left
 from functional_ckpt.torch.group.link import Link, announce, announced, member_link
@@ -158,12 +155,13 @@ class ZarrStorageWriter(StorageWriter):
 
     def _begun(self, plan: SavePlan, planner: Any) -> list[WriteResult]:
         link = self._link(plan)
-        held: list[Captured] = []
+        results: list[PackedResults] = []
         policy = self.policy if self._with_collectives else _with_pure_grid(self.policy)
 
         def describe() -> Captured:
-            held.append(self._captured(plan, planner, policy, link))
-            return held[0]
+            captured, mine = self._captured(plan, planner, policy, link)
+            results.append(mine)
+            return captured
 
         def write(gather: Gather, described: Callable[[], Captured], tracker: Tracker) -> Written:
             gather = timed(gather, tracker)
@@ -186,8 +184,7 @@ class ZarrStorageWriter(StorageWriter):
             gather: Gather = link.gather(timeout_s, what) if isinstance(link, Link) else link
             gather = gather if self._with_collectives else GatherOnly(gather)
             self._writing = Writing.done(write(gather, describe, Tracker()))
-        specs = {leaf.key: leaf.spec for leaf in held[0].common.arrays}
-        return PackedResults(write_result(item, _nbytes(item, specs.get(item.index.fqn))) for item in plan.items)
+        return results[0]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish in one step what all ranks have written; without collectives, all ranks come here."""
@@ -212,8 +209,10 @@ class ZarrStorageWriter(StorageWriter):
         if self._with_collectives and written.prepared.gather.size > 1:  # DCP now sends it to the other ranks
             pack_metadata(metadata)
 
-    def _captured(self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather) -> Captured:
-        """Describe what this rank is to write."""
+    def _captured(
+        self, plan: SavePlan, planner: Any, policy: SavePolicy, link: Link | LocalGather
+    ) -> tuple[Captured, PackedResults]:
+        """Describe what this rank is to write, and the results."""
         keeps_copies = bool(getattr(planner, "keeps_copies", False)) or not self._with_collectives
         agreed = f"dcp {policy_text(policy, self.overwrite)}"
         return captured_plan(plan, planner, link.rank, policy, agreed, keeps_copies and link.size > 1)
@@ -283,20 +282,12 @@ def _with_pure_grid(policy: SavePolicy) -> SavePolicy:
     return attrs.evolve(policy, layout=layout)
 
 
-def _nbytes(item: WriteItem, spec: ArraySpec | None) -> int:
-    if spec is None:
-        return 0
-    if is_bytes(item) or item.tensor_data is None:
-        return spec.nbytes
-    return int(item.tensor_data.chunk.sizes.numel()) * spec.itemsize
-
-
 def _unwritten(metadata: Metadata, results: list[list[WriteResult]], manifest: Manifest) -> list[ProblemError]:
     """Return a problem for each item that DCP has planned and that was not written."""
-    reported = {(result.index.fqn, result.index.offset) for each in results for result in each}
+    found = reported(results)
     stored = {*manifest.by_key, *(value.key for value in manifest.values)}
     return [
         GapError("a planned item was not written", key, offset=None if offset is None else tuple(offset))
         for key, offset in planned(metadata)
-        if key not in stored or (key, offset) not in reported
+        if key not in stored or key not in found.get(offset, ())
     ]
