@@ -36,9 +36,9 @@ from benchmarks.sharded import DState, Library, all_ranks, library, prove, shard
 from benchmarks.state import MIB
 from benchmarks.table import WIDTH, figure_table, new_table, time_cells
 from functional_ckpt import ArraySpec, Box, LayoutPolicy, LocalShards, SavePolicy, ShardSpec
-from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, SavePlan, WriteResult, done, write_result
-from functional_ckpt.torch.dcp.packed import pack_metadata
-from functional_ckpt.torch.dcp.results import PackedResults
+from functional_ckpt.torch.dcp.bridge import LoadPlan, Metadata, SavePlan, WriteResult, done
+from functional_ckpt.torch.dcp.packed import pack_metadata, planned_items
+from functional_ckpt.torch.dcp.results import results_of
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter
 
 NO_CRC, ZARR, NOTHING = "DCP, no CRC", "DCP over ours", "DCP over nothing"
@@ -111,7 +111,8 @@ class NothingWriter(ZarrStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
         """Write nothing."""
-        return done(PackedResults(write_result(item, 0) for item in plan.items))
+        items = planned_items(plan)
+        return done(results_of(items, [0] * len(items.names)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Keep the metadata, which a load needs."""

@@ -3,12 +3,13 @@
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import event, example, given
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from functional_ckpt.plan.layout import Layout, grid_of
+from functional_ckpt.plan.layout import ArrayPlan, Layout, grid_of
 from functional_ckpt.plan.load import plan_load
 from functional_ckpt.plan.manifest import ArrayEntry
+from functional_ckpt.plan.pieces import Pieces
 from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
@@ -18,7 +19,9 @@ from functional_ckpt.store.base import Capabilities
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import chunk_path, node_name, numpy_dtype
 from functional_ckpt.store.fill import _Form, _forms
+from functional_ckpt.store.wave import Form, forms_of
 from functional_ckpt.testing import strategies as fst
+from property_tests.test_exchange import moves, plan_of
 
 
 def entry(key, shape, chunk, dtype="int8", codecs=()):
@@ -88,3 +91,33 @@ def test_what_a_rank_writes_directly_is_each_header_and_each_chunk_once(world, p
             chunks = [chunk_path(w.key, index) for w in plan.writes for index in grids[w.key].touched(w.box)]
             event(f"headers {min(2, len(headers))}, chunks {min(2, len(chunks))}, moved {bool(moved)}")
             assert sorted(store.found) == sorted([*headers, *chunks])
+
+
+@settings(max_examples=settings.default.max_examples // 3)
+@given(moves(max_arrays=4))
+def test_a_piece_that_moves_has_the_form_that_it_would_have_alone(case):
+    world, _, _, policy = case
+    plan = plan_of(world, policy)
+    for mine in (restrict(plan, rank) for rank in range(world.size)):
+        moving = mine.pieces.take(mine.pieces.chunk >= 0)
+        found = forms_of(moving, mine.arrays)
+        event(f"pieces: {min(9, len(found)) // 3 * 3}+, forms: {min(4, len(set(map(id, found))))}")
+        assert found == [Form.of(moving, mine.arrays, row) for row in range(len(moving))]
+
+
+def test_pieces_of_two_forms_differ_in_any_one_of_what_these_are_made_of():
+    """Two rows that are the same but for one fact, in turn for each fact, and twice in a row."""
+    one = {"shape": (4,), "dtype": "int8", "cells": (2,), "chunk": 0, "start": 0, "stop": 1, "low": 0, "high": 2}
+    others = {"shape": (1,), "dtype": "int16", "cells": (4,), "chunk": 1, "start": 1, "stop": 2, "low": 1, "high": 3}
+    both = [(one, {**one, fact: value}) for fact, value in others.items()]
+    both.append((one, {**one, "low": -1, "high": -1}))
+    for pair in both:
+        rows = (*pair, *pair)
+        arrays = [
+            ArrayPlan(ArraySpec(name, row["shape"], row["dtype"]), Layout("owned", row["cells"], (), row["dtype"]))
+            for name, row in zip("abcd", rows, strict=True)
+        ]
+        ends = [[[row[name]] for row in rows] for name in ("start", "stop", "low", "high")]
+        nothing = [0] * len(rows)
+        pieces = Pieces(range(len(rows)), [row["chunk"] for row in rows], *ends, *[nothing] * 5)
+        assert forms_of(pieces, arrays) == [Form.of(pieces, arrays, number) for number in range(len(rows))]

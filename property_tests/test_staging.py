@@ -56,11 +56,12 @@ class User:
 
 def users_after(steps, pool):
     """Take the steps; after each, every user finds what it wrote. Yield the users, and the largest limit so far."""
-    users, most, written = [], 0, 0
+    users, most, largest, written = [], 0, 0, 0
     for name, *arguments in steps:
         if name == "take":
             needed = pool.used_nbytes + sum(aligned(size or 1) for size in arguments[0])
-            most = max(most, needed if arguments[1] is None else arguments[1])
+            largest = max(largest, needed)
+            most = max(most, largest if arguments[1] is None else arguments[1])
             for span in pool.take(arguments[0], keep_nbytes=arguments[1]):
                 written = written % 250 + 1
                 users.append(User(span, written))
@@ -93,6 +94,7 @@ def test_no_byte_has_two_users(steps):
 
 @given(STEPS)
 @example([("take", [0, 0], None), ("drop", 0), ("take", [129], None), ("take", [65], None)])
+@example([("take", [0, 0], None), ("take", [0, 0], 0), ("drop", 0), ("take", [65], None)])
 def test_the_pool_never_holds_more_than_its_limit(steps):
     pool = StagingPool()
     for _, most in users_after(steps, pool):

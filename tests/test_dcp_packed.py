@@ -3,7 +3,7 @@
 import gc
 import pickle
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import add, eq
 
 import pytest
@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.storage import WriteResult  # noqa: E402 - it 
 
 from functional_ckpt.torch.dcp import packed  # noqa: E402 - it needs torch
 from functional_ckpt.torch.dcp.packed import (  # noqa: E402 - it needs torch
+    WRITES,
+    Items,
     pack_metadata,
     packed_load_plan,
     packed_save_plan,
@@ -256,6 +258,14 @@ def test_items_of_another_kind_travel_as_dcp_sends_them(travelled, items):
     assert found == SavePlan(items)
     assert type(found) is SavePlan
     assert pickle.dumps(found.items) == pickle.dumps(here(items))
+
+
+@pytest.mark.parametrize("kind", packed._COUNTS, ids=lambda kind: kind.__name__)
+def test_a_dcp_whose_classes_have_more_fields_sends_them_itself(monkeypatch, kind):
+    assert Items.of(WRITES, (shard("a"),)) is not None
+    monkeypatch.setitem(packed._COUNTS, kind, len(fields(kind)) - 1)
+    assert Items.of(WRITES, (shard("a"),)) is None
+    assert elsewhere(packed_save_plan(SavePlan([shard("a")]))) == SavePlan([shard("a")])
 
 
 def test_plans_of_other_classes_are_left_alone():

@@ -13,7 +13,7 @@ from functional_ckpt import async_save, open_checkpoint, release_staging
 from functional_ckpt.store.buffer import WHOLE, HostBuffer
 from functional_ckpt.store.pool import StagingPool
 from functional_ckpt.store.staging import staged
-from functional_ckpt.torch import tensors
+from functional_ckpt.torch import devices, tensors
 from functional_ckpt.torch.devices import DeviceCopier
 from functional_ckpt.torch.tensors import DeviceBuffer
 from tests.test_staging import CHUNK, FAST, is_mapped
@@ -244,7 +244,7 @@ def test_a_strided_tensor_is_copied_part_by_part(shape):
             return super().__torch_function__(function, types, args, kwargs)
 
     into = np.zeros(shape, "f4")
-    with patch.object(tensors, "_PART_NBYTES", 32):
+    with patch.object(devices, "_PART_NBYTES", 32):
         DeviceBuffer(strided.as_subclass(Noting)).copy_to(into)
     assert np.array_equal(into, whole.numpy())
     assert sum(sizes) == whole.numel()

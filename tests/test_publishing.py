@@ -21,7 +21,7 @@ from functional_ckpt.run import saving
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.sharding import ShardSpec, World
-from functional_ckpt.store import directories, target
+from functional_ckpt.store import commit, directories, target
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.testing.simulate import try_ranks
 from tests.effects import watched
@@ -305,3 +305,31 @@ def test_ranks_that_end_do_not_unpublish(tmp_path):
         if not isinstance(second, BaseException):
             break
     assert stood == [last - 1], "it is the last agreement of all"
+
+
+def test_a_checkpoint_that_another_save_has_replaced_meanwhile_has_no_foreign_files(tmp_path, monkeypatch):
+    """The names are those of the old one, the manifest is the new one's."""
+    save({"old": np.ones(3)}, tmp_path / "a", policy=FAST)
+    look, others = target._committed_nodes, [{"new": np.zeros(2)}]
+
+    def replaced(final):
+        if others:
+            save(others.pop(), final, policy=FAST, overwrite=True)
+        return look(final)
+
+    monkeypatch.setattr(target, "_committed_nodes", replaced)
+    assert target.foreign_in(tmp_path / "a") == ()
+
+
+def test_a_save_in_place_that_ended_while_another_began_is_called_a_checkpoint(tmp_path, monkeypatch):
+    take, others = commit.take_claim, [{"w": np.zeros(2)}]
+
+    def late(*arguments):
+        if others:
+            save(others.pop(), tmp_path / "a", policy=SavePolicy(durability="none", commit="marker"))
+        return take(*arguments)
+
+    monkeypatch.setattr(commit, "take_claim", late)
+    with pytest.raises(AlreadyExistsError, match="holds a committed checkpoint"):
+        save(state(1), tmp_path / "a", policy=SavePolicy(durability="none", commit="marker"))
+    assert verify(tmp_path / "a").ok

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "Ints", "mix", "ravelled", "runs", "spread", "to_column", "unravelled"]
+__all__ = ["Columns", "Ints", "mix", "ravelled", "row_keys", "runs", "spread", "to_column", "unravelled"]
 
 Ints = NDArray[np.int64]
 
@@ -104,6 +104,20 @@ def runs(*columns: Ints) -> tuple[Ints, Ints]:
     is_first[1:] = np.any([np.diff(column) != 0 for column in columns], axis=0)
     begin = np.flatnonzero(is_first)
     return begin, np.diff(np.append(begin, len(is_first)))
+
+
+def row_keys(*columns: Ints) -> list[bytes]:
+    """Return the rows of columns and tables side by side as bytes, which are equal if the rows are.
+
+    Examples
+    --------
+    >>> one, other, again = row_keys(np.array([7, 7, 7]), np.array([[0, 1], [0, 2], [0, 1]]))
+    >>> one == again, one == other
+    (True, False)
+    """
+    table = np.column_stack(columns)
+    keys: list[bytes] = table.view(np.dtype((np.void, table.itemsize * table.shape[1]))).ravel().tolist()
+    return keys
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:

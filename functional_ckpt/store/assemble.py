@@ -1,24 +1,25 @@
 """Chunks that one rank writes and several hold: in each wave ranks exchange pieces, then write their chunks whole."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from functional_ckpt.plan.save import SavePlan
-from functional_ckpt.spec.box import Box
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.buffer import Buffer
 from functional_ckpt.store.chunk import write_chunk, write_header
-from functional_ckpt.store.encoding import Array, as_bytes
+from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.exchange import Exchange, Message, Traffic, deliver
 from functional_ckpt.store.wave import Wave, waves_of
-from functional_ckpt.store.work import Work, run_all
+from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, run_all
 
 __all__ = ["Digest", "assemble_and_write", "joined_bytes"]
 
-#: Number of an array in the plan, of a chunk in the array, and the digest of its elements.
+#: Numbers of an array in the plan, and of a chunk in the array.
+Place = tuple[int, int]
+#: The same, and the digest of the chunk's elements.
 Digest = tuple[int, int, bytes]
 
 
@@ -62,7 +63,8 @@ def joined_bytes(parts: Sequence[Array]) -> Array:
     >>> joined_bytes([np.zeros(2, "i2"), np.ones(1, "i1")]).tolist()
     [0, 0, 0, 0, 1]
     """
-    return np.frombuffer(bytearray().join([as_bytes(part) for part in parts]), np.uint8)
+    whole = [part if part.flags.c_contiguous else np.ascontiguousarray(part) for part in parts]
+    return np.frombuffer(bytearray().join(whole), np.uint8)
 
 
 class _Chunks:
@@ -70,7 +72,7 @@ class _Chunks:
 
     def __init__(self, wave: Wave, buffers: Sequence[Buffer]) -> None:
         self.wave, self.buffers = wave, buffers
-        self._found: dict[tuple[int, int], tuple[Box, Array]] = {}
+        self._found: dict[Place, Array] = {}
 
     # Not cached: messages refer to this object, and a cycle would keep all memory until the garbage collector runs.
     def outgoing(self) -> dict[int, Message]:
@@ -88,10 +90,8 @@ class _Chunks:
         try:
             for row in self.wave.here:
                 values = self.wave.get(row, self.buffers)
-                place = self.wave.place_of(row)
-                box = self.wave.box_of(*place)
-                if self.wave.size[row] == box.size:
-                    self._found[place] = box, values
+                if self.wave.form[row].fills:
+                    self._found[self.wave.place_of(row)] = values
                 else:
                     self._region(row)[...] = values
         except Exception as error:
@@ -102,18 +102,28 @@ class _Chunks:
         self, store: Store, headers: frozenset[int], budget_nbytes: int, on_bytes: Callable[[int], None] | None
     ) -> list[Digest]:
         """Write the assembled chunks, and the metadata of the arrays that begin with one of them."""
-        work = [
-            Work(values.nbytes, partial(self._write, store, array, chunk, box, values), 0)
-            for (array, chunk), (box, values) in self._found.items()
-        ]
-        firsts = [array for array, chunk in self._found if array in headers and chunk == 0]
-        work += [Work(0, partial(write_header, self.wave.arrays[array], store), 0) for array in firsts]
-        digests: Any = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
-        return list(digests[: len(self._found)])
+        waits, found = store.capabilities.concurrency, self._found
+        first = [place for place in found if place[1] == 0 and place[0] in headers]
+        # Where each request waits for a server, the metadata does not wait for the chunk.
+        work = [Work(0, partial(write_header, self.wave.arrays[array], store), 0) for array, _ in first if waits]
+        write = partial(self._write, store, frozenset(() if waits else first))
+        small = {place: values.nbytes for place, values in found.items() if values.nbytes < SMALL_NBYTES and not waits}
+        work += [Work(nbytes, partial(write, batch), 0) for batch, nbytes in batches(small, small.values())]
+        large = [place for place in found if place not in small]
+        work += [Work(found[place].nbytes, partial(write, [place]), 0) for place in large]
+        done = cast("list[list[Digest] | None]", run_all(work, budget_nbytes, on_bytes, waits))
+        return [digest for digests in done for digest in digests or ()]
 
-    def _write(self, store: Store, array: int, chunk: int, box: Box, values: Array) -> Digest:
-        plan = self.wave.arrays[array]
-        return array, chunk, write_chunk(store, plan, plan.grid.index(chunk), values)
+    def _write(self, store: Store, begins: Collection[Place], places: Sequence[Place]) -> list[Digest]:
+        """Write chunks; those in `begins` with the metadata of their arrays."""
+        digests: list[Digest] = []
+        for place in places:
+            array, chunk = place
+            plan = self.wave.arrays[array]
+            if place in begins:
+                write_header(plan, store)
+            digests.append((array, chunk, write_chunk(store, plan, plan.grid.index(chunk), self._found[place])))
+        return digests
 
     def _pack(self, rows: Sequence[int], _: Array) -> Array:
         return joined_bytes([self.wave.get(row, self.buffers) for row in rows])
@@ -125,11 +135,9 @@ class _Chunks:
 
     def _region(self, row: int) -> Array:
         """Return the region of a chunk that a piece fills."""
-        place = self.wave.place_of(row)
-        known = self._found.get(place)
-        if known is None:
-            box = self.wave.box_of(*place)
-            known = self._found[place] = box, np.empty(box.shape, self.wave.dtype_of(row))
-        box, values = known
-        region: Array = values[self.wave.in_chunk(row, box)]
+        place, form = self.wave.place_of(row), self.wave.form[row]
+        values = self._found.get(place)
+        if values is None:
+            values = self._found[place] = np.empty(form.chunk, form.dtype)
+        region: Array = values[form.place]
         return region

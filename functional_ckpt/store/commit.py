@@ -9,7 +9,7 @@ directory may hold other files.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -329,19 +329,14 @@ def _remove_in_place(site: Site, claim: SaveClaim | None, late: bool) -> None:
 def _begin_marker(
     store: Store, site: Site, overwrite: bool, nodes: Sequence[str], durability: str
 ) -> tuple[Site, SaveClaim]:
-    if store.nbytes_of(ROOT) is not None:
-        raise AlreadyExistsError(
-            "the path holds a committed checkpoint or Zarr group",
-            path=store.url,
-            remedy="Save to a new path, such as one for each step"
-            + (": a checkpoint that is committed in place is never overwritten" if overwrite else ""),
-        )
+    _check_names([] if store.nbytes_of(ROOT) is None else [ROOT], nodes, store.url, overwrite)
     with storage_errors("creating the directory to save to", site.url):
         claim, there = take_claim(store, site.save_id, durability not in _NOT_EACH)
     try:
         with storage_errors("creating the directory to save to", site.url):
             is_clean = clear_in_place(store, claim.label, there)
-            _check_names(store.names() if there is None or not is_clean else there, nodes, store.url)
+            names = [*store.names()] if there is None or not is_clean else there
+            _check_names(names, nodes, store.url, overwrite)  # the root too: another save may have ended meanwhile
             # Only now: files under these names are of this save. It names one at least, even without any array.
             claim.name([*nodes, MANIFEST], durability != "none")
     except BaseException as error:
@@ -372,7 +367,11 @@ def clear_in_place(store: Store, mine: str, there: Sequence[str] | None = None) 
         return not dead
 
 
-def _check_names(there: Iterable[str], nodes: Sequence[str], url: str) -> None:
+def _check_names(there: Sequence[str], nodes: Sequence[str], url: str, overwrite: bool) -> None:
+    if ROOT in there:
+        never = ": a checkpoint that is committed in place is never overwritten" if overwrite else ""
+        remedy = f"Save to a new path, such as one for each step{never}"
+        raise AlreadyExistsError("the path holds a committed checkpoint or Zarr group", path=url, remedy=remedy)
     taken = sorted({name.partition("/")[0] for name in there} & {*nodes, MANIFEST, PROVENANCE})
     if taken:
         raise AlreadyExistsError(

@@ -105,9 +105,7 @@ class _Chunks:
         return values
 
     def _values(self, row: int) -> Array:
-        place = self.wave.place_of(row)
-        box = self.wave.box_of(*place)
-        values: Array = self._found[place][self.wave.in_chunk(row, box)]
+        values: Array = self._found[self.wave.place_of(row)][self.wave.form[row].place]
         return values
 
     def _pack(self, rows: Sequence[int], _: Array) -> Array:

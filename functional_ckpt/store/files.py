@@ -59,7 +59,7 @@ class FileStore:
     guard: str | None = None
     #: How many processes of this machine read much the same files together.
     _readers: int = attrs.field(default=1, kw_only=True, eq=False, repr=False)
-    _at: OpenDirectory | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)
+    _at: "OpenDirectory | None" = attrs.field(default=None, kw_only=True, eq=False, repr=False)
     _prefix: str = attrs.field(init=False, eq=False, repr=False)
     # The directories written to; True if names in them are not synced yet.
     _directories: dict[str, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)

@@ -18,7 +18,7 @@ from functional_ckpt.plan.layout import Layout
 from functional_ckpt.plan.load import LoadPlan
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.columns import runs
+from functional_ckpt.spec.columns import row_keys, runs
 from functional_ckpt.spec.table import unpadded
 from functional_ckpt.store.base import BLOCK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
@@ -118,8 +118,7 @@ class _Form:
 def _forms(plan: LoadPlan) -> list[_Form]:
     """Return the form of each row of the plan's cut; it is made of nothing but what makes up the key."""
     cut, (_, like) = plan.cut, plan.kinds
-    table = np.column_stack([like[cut.array], cut.chunk, cut.start, cut.stop, cut.low, cut.high])
-    keys: list[Any] = table.view(np.dtype((np.void, table.itemsize * table.shape[1]))).ravel().tolist()
+    keys = row_keys(like[cut.array], cut.chunk, cut.start, cut.stop, cut.low, cut.high)
     forms: dict[bytes, _Form] = {}
     for row, key in enumerate(keys):
         if key not in forms:

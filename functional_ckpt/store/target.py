@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _PICKLE = b"\x80"
+#: Most times that a directory is looked at which others replace meanwhile.
+_LOOKS = 5
 _DCP_FILE = re.compile(r"__\d+(_\d+\.distcp|\.metadata)")
 
 
@@ -145,9 +147,18 @@ def foreign_in(final: Path) -> tuple[str, ...]:
 
 
 def _foreign_in(final: Path) -> tuple[frozenset[str] | None, list[str]]:
-    names = sorted(path.name for path in final.iterdir())
-    nodes = _committed_nodes(final) if ROOT in names and MANIFEST in names else None
-    return nodes, _foreign_names(final, names, nodes)
+    """Return the directories of the arrays of the checkpoint there, None if there is none, and the foreign names.
+
+    It is looked at again if it was replaced meanwhile: names of one checkpoint would be foreign in another.
+    """
+    for _ in range(_LOOKS):
+        before = identity_of(final)
+        names = sorted(path.name for path in final.iterdir())
+        nodes = _committed_nodes(final) if ROOT in names and MANIFEST in names else None
+        foreign = _foreign_names(final, names, nodes)
+        if identity_of(final) == before:
+            break
+    return nodes, foreign
 
 
 def _committed_nodes(final: Path) -> frozenset[str] | None:

@@ -9,12 +9,12 @@ import numpy as np
 
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.pieces import Pieces
-from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.columns import runs
-from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
+from functional_ckpt.spec.columns import row_keys, runs
+from functional_ckpt.spec.table import unpadded
+from functional_ckpt.store.buffer import WHOLE, Buffer, address_of, region_of
 from functional_ckpt.store.encoding import Array, numpy_dtype
 
-__all__ = ["Wave", "waves_of"]
+__all__ = ["Form", "Wave", "forms_of", "waves_of"]
 
 
 def waves_of(pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> Iterator["Wave"]:
@@ -24,6 +24,57 @@ def waves_of(pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> Iterator
     begin, _ = runs(rows.wave[order])
     for low, high in pairwise([*begin.tolist(), len(order)]):
         yield Wave.of(rows.take(order[low:high]), arrays, rank)
+
+
+@attrs.frozen
+class Form:
+    """What a piece is like: thousands of pieces, of arrays of one kind, have one in common.
+
+    The piece has a `shape`, elements of `dtype` and `nbytes` bytes. It is region `inside` of a fragment of shape
+    `fragment`, and region `place` of a chunk whose cells have the shape `chunk`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    fragment: tuple[int, ...]
+    inside: tuple[Any, ...]
+    chunk: tuple[int, ...]
+    place: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, pieces: Pieces, arrays: Sequence[ArrayPlan], row: int) -> "Form":
+        """Return the form of a row."""
+        array = arrays[pieces.array[row]]
+        ndim, dtype = len(array.spec.shape), numpy_dtype(array.spec.dtype)
+        piece = unpadded(pieces.start[row], pieces.stop[row], ndim)
+        # Of a fragment in the memory of another rank nothing is known, nor asked.
+        is_known = pieces.low[row].min(initial=0) >= 0
+        fragment = unpadded(pieces.low[row], pieces.high[row], ndim) if is_known else piece
+        chunk = array.grid.box(array.grid.index(int(pieces.chunk[row])))
+        inside = WHOLE if piece == fragment else region_of(fragment.start, piece.start, piece.stop)
+        place = region_of(chunk.start, piece.start, piece.stop)
+        return cls(piece.shape, dtype, piece.size * dtype.itemsize, fragment.shape, inside, chunk.shape, place)
+
+    @property
+    def fills(self) -> bool:
+        """Whether the piece is all of its chunk."""
+        return self.shape == self.chunk
+
+
+def forms_of(pieces: Pieces, arrays: Sequence[ArrayPlan]) -> list[Form]:
+    """Return the form of each row; it is made of nothing but what makes up the key."""
+    used, which = np.unique(pieces.array, return_inverse=True)
+    kinds: dict[object, int] = {}
+    plans = [arrays[number] for number in used.tolist()]
+    like = [kinds.setdefault((p.spec.shape, p.spec.dtype, p.layout.chunk), len(kinds)) for p in plans]
+    kind = np.array(like, np.int64)[which.ravel()]
+    keys = row_keys(kind, pieces.chunk, pieces.start, pieces.stop, pieces.low, pieces.high)
+    forms: dict[bytes, Form] = {}
+    for row, key in enumerate(keys):
+        if key not in forms:
+            forms[key] = Form.of(pieces, arrays, row)
+    return [forms[key] for key in keys]
 
 
 @attrs.frozen(eq=False)
@@ -38,26 +89,16 @@ class Wave:
     here: tuple[int, ...]
     held: dict[int, list[int]]
     foreign: dict[int, list[int]]
-    #: For each row: numbers of its array, chunk and shard, first element of its fragment, and size in elements.
+    #: For each row: numbers of its array, chunk and shard, first element of its fragment, and form.
     array: list[int]
     chunk: list[int]
     shard: list[int]
     run: list[int]
-    size: list[int]
-    #: Whether it is all of its fragment, as small pieces mostly are.
-    is_whole: list[bool]
-    #: Corners of regions and fragments, flattened, `width` numbers a row: this takes fewer objects than lists of rows.
-    width: int
-    start: list[int]
-    stop: list[int]
-    low: list[int]
-    high: list[int]
+    form: list[Form]
 
     @classmethod
     def of(cls, pieces: Pieces, arrays: Sequence[ArrayPlan], rank: int) -> "Wave":
         """Return the wave of `pieces`, all of them with `rank` as source or target."""
-        numbers = (pieces.array, pieces.chunk, pieces.shard, pieces.run, pieces.sizes)
-        corners = (pieces.start, pieces.stop, pieces.low, pieces.high)
         held: dict[int, list[int]] = {}
         foreign: dict[int, list[int]] = {}
         here: list[int] = []
@@ -68,74 +109,34 @@ class Wave:
                 foreign.setdefault(source, []).append(row)
             else:
                 here.append(row)
-        array, chunk, shard, run, size = (column.tolist() for column in numbers)
-        start, stop, low, high = (corner.ravel().tolist() for corner in corners)
-        width = pieces.start.shape[1]
-        is_whole = ((pieces.start == pieces.low) & (pieces.stop == pieces.high)).all(axis=1).tolist()
-        return cls(
-            arrays, tuple(here), held, foreign, array, chunk, shard, run, size, is_whole, width, start, stop, low, high
-        )
+        columns = (column.tolist() for column in (pieces.array, pieces.chunk, pieces.shard, pieces.run))
+        return cls(arrays, tuple(here), held, foreign, *columns, forms_of(pieces, arrays))
 
     def place_of(self, row: int) -> tuple[int, int]:
         """Return the numbers of a piece's array and chunk."""
         return self.array[row], self.chunk[row]
 
-    def box_of(self, array: int, chunk: int) -> Box:
-        """Return the cells of a chunk."""
-        plan = self.arrays[array]
-        grid = plan.grid
-        return plan.spec.box if grid.is_single else grid.box(grid.index(chunk))
-
-    def in_chunk(self, row: int, box: Box) -> tuple[Any, ...]:
-        """Return the region of a piece within its chunk, whose cells are `box`."""
-        return region_of(box.start, self._of(self.start, row), self._of(self.stop, row))
-
-    def shape_of(self, row: int) -> tuple[int, ...]:
-        """Return the shape of a piece."""
-        return _between(self._of(self.start, row), self._of(self.stop, row))
-
     def get(self, row: int, buffers: Sequence[Buffer]) -> Array:
         """Return a piece from this rank's buffers, on the host."""
-        return buffers[self.shard[row]].get(self._fragment(row), self.run[row], self._in_fragment(row))
+        form = self.form[row]
+        return buffers[self.shard[row]].get(form.fragment, self.run[row], form.inside)
 
     def put(self, row: int, buffers: Sequence[Buffer], values: Array) -> None:
         """Set a piece in this rank's buffers."""
-        buffers[self.shard[row]].put(self._fragment(row), self.run[row], self._in_fragment(row), values)
-
-    def dtype_of(self, row: int) -> Any:
-        """Return the numpy data type of a piece's array."""
-        return numpy_dtype(self.arrays[self.array[row]].spec.dtype)
+        form = self.form[row]
+        buffers[self.shard[row]].put(form.fragment, self.run[row], form.inside, values)
 
     def nbytes_of(self, rows: Sequence[int]) -> int:
         """Return the bytes of pieces together."""
-        return sum(self.size[row] * self.arrays[self.array[row]].spec.itemsize for row in rows)
+        return sum(self.form[row].nbytes for row in rows)
 
     def parts_of(self, rows: Sequence[int], message: Array) -> Iterator[tuple[int, Array]]:
         """Yield the pieces of a message with their rows: views if they are aligned, else copies."""
-        offset = 0
+        offset, address = 0, address_of(message)
         for row in rows:
-            dtype, shape = self.dtype_of(row), self.shape_of(row)
-            part = message[offset : offset + self.size[row] * dtype.itemsize]
-            offset += len(part)
-            yield row, (part if part.ctypes.data % dtype.alignment == 0 else part.copy()).view(dtype).reshape(shape)
-
-    def _fragment(self, row: int) -> tuple[int, ...]:
-        """Return the shape of the fragment that a piece is part of."""
-        return _between(self._of(self.low, row), self._of(self.high, row))
-
-    def _in_fragment(self, row: int) -> tuple[Any, ...]:
-        """Return the region of a piece within its fragment."""
-        return (
-            WHOLE
-            if self.is_whole[row]
-            else region_of(self._of(self.low, row), self._of(self.start, row), self._of(self.stop, row))
-        )
-
-    def _of(self, corners: list[int], row: int) -> list[int]:
-        """Return a corner of a row, without the leading entries that pad arrays with fewer dimensions."""
-        end = (row + 1) * self.width
-        return corners[end - len(self.arrays[self.array[row]].spec.shape) : end]
-
-
-def _between(low: Sequence[int], high: Sequence[int]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(low, high, strict=True))
+            form = self.form[row]
+            part = message[offset : offset + form.nbytes]
+            if (address + offset) % form.dtype.alignment:
+                part = part.copy()
+            offset += form.nbytes
+            yield row, part.view(form.dtype).reshape(form.shape)

@@ -15,9 +15,11 @@ from functional_ckpt.store.buffer import address_of
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.pool import host_memory
 
-__all__ = ["DeviceCopier", "copier_of"]
+__all__ = ["DeviceCopier", "begin_to_copy", "copier_of", "wait_for"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of this process
+#: What a device puts in order at a time, in memory of its own, before it sends it.
+_PART_NBYTES = 32 * 2**20
 
 
 class _Pinned:
@@ -97,3 +99,35 @@ def copier_of(device: torch.device) -> DeviceCopier | None:
     api = getattr(torch, device.type, None)
     has_streams = all(hasattr(api, name) for name in ("Stream", "current_stream", "stream"))
     return DeviceCopier(device, api) if has_streams else None
+
+
+def begin_to_copy(tensor: torch.Tensor, into: torch.Tensor) -> None:
+    """Begin to copy a tensor to memory of the host, on the stream that is current; a strided one part by part.
+
+    Examples
+    --------
+    >>> into = torch.zeros(3, 2)
+    >>> begin_to_copy(torch.arange(6.0).reshape(2, 3).t(), into)
+    >>> into.tolist()
+    [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes <= _PART_NBYTES or tensor.is_contiguous():
+        into.copy_(tensor, non_blocking=True)
+        return
+    axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
+    rows = max(1, tensor.shape[axis] * _PART_NBYTES // nbytes)
+    for part, place in zip(tensor.split(rows, axis), into.split(rows, axis), strict=True):
+        begin_to_copy(part, place)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for what this thread has asked a device to do.
+
+    Examples
+    --------
+    >>> wait_for(torch.device("meta"))
+    """
+    stream = getattr(getattr(torch, device.type, None), "current_stream", None)
+    if stream is not None:
+        stream(device).synchronize()

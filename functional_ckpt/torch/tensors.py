@@ -24,15 +24,11 @@ from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
-from functional_ckpt.torch.devices import copier_of
+from functional_ckpt.torch.devices import begin_to_copy, copier_of, wait_for
 from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, dtype_name_of, host_view, to_torch
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
 __all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
-
-
-#: What a device puts in order at a time, in memory of its own, before it sends it.
-_PART_NBYTES = 32 * 2**20
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +57,7 @@ class DeviceBuffer:
         copy_cast(host, values)
         piece.copy_(to_torch(host, name))
         # `copy_` returns while the device still puts the elements of a strided piece in their places.
-        _wait_for(piece.device)
+        wait_for(piece.device)
 
     def form(self) -> Array:
         """Return an array of the tensor's shape and data type, of one element that repeats."""
@@ -73,7 +69,7 @@ class DeviceBuffer:
 
     def copy_to(self, into: Array) -> None:
         """Begin to copy the tensor to memory of the host, on the stream that is current."""
-        _begin_to_copy(self.tensor, to_torch(into, DTYPE_NAMES[self.tensor.dtype]))
+        begin_to_copy(self.tensor, to_torch(into, DTYPE_NAMES[self.tensor.dtype]))
 
     def memory(self) -> tuple[Hashable, View | range]:
         """Return where the tensor is."""
@@ -89,24 +85,6 @@ class DeviceBuffer:
         if size == self.tensor.numel():
             return self.tensor.reshape(shape)[region]
         return self.tensor.view(-1)[run : run + size].view(shape)[region]
-
-
-def _begin_to_copy(tensor: torch.Tensor, into: torch.Tensor) -> None:
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes <= _PART_NBYTES or tensor.is_contiguous():
-        into.copy_(tensor, non_blocking=True)
-        return
-    axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
-    rows = max(1, tensor.shape[axis] * _PART_NBYTES // nbytes)
-    for part, place in zip(tensor.split(rows, axis), into.split(rows, axis), strict=True):
-        _begin_to_copy(part, place)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait for what this thread has asked a device to do."""
-    stream = getattr(getattr(torch, device.type, None), "current_stream", None)
-    if stream is not None:
-        stream(device).synchronize()
 
 
 class TorchLeaves:
@@ -351,7 +329,7 @@ def _buffer(tensor: torch.Tensor) -> Buffer:
     if tensor.is_cpu:
         return HostBuffer(host_view(tensor), tensor.data_ptr())
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
-    _wait_for(tensor.device)
+    wait_for(tensor.device)
     return DeviceBuffer(tensor)
 
 

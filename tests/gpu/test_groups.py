@@ -260,11 +260,3 @@ def test_megatrons_calls_on_two_ranks(in_background, device, two, tmp_path):
     (tmp_path / "a").mkdir()
     two.run(megatron_save, tmp_path / "a", in_background)
     two.run(megatron_load, tmp_path / "a", device)
-
-
-def test_fsdp_on_two_ranks_that_share_a_device(two, alone, tmp_path):
-    saved = two.run(train_and_save, on_cuda, tmp_path / "a", "async_save")[0]
-    for loaded in two.run(resume, on_cuda, tmp_path / "a"):
-        check_equal(loaded, saved)
-    [loaded] = alone.run(resume, on_cuda, tmp_path / "a")
-    check_equal(loaded, saved)

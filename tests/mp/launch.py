@@ -22,6 +22,8 @@ import attrs
 
 _SPAWN = multiprocessing.get_context("spawn")
 _JOIN_S = 60
+#: The limits are looked at so often, and time in which a whole machine stood still counts as no more.
+_STEP_S = 1.0
 #: What a call on all ranks may take.
 LIMIT_S = 60.0
 #: For a policy: a rank that waits this long hangs, by the limit above. Who must be told at once is told before.
@@ -103,12 +105,14 @@ class Ranks:
         message = pickle.dumps((function, arguments))
         for pipe in self._pipes:
             pipe.send_bytes(message)
-        ends = time.monotonic() + limit_s
-        found = {}
+        left_s, found = limit_s, {}
         while len(found) < self.size:
             waiting = {self._pipes[r]: r for r in range(self.size) if r not in found}
-            ready = wait(waiting, max(0.0, ends - time.monotonic()))
-            if not ready:
+            began = time.monotonic()
+            ready = wait(waiting, min(_STEP_S, left_s))
+            # Time for which this process and its ranks were stopped counts as one step.
+            left_s -= min(_STEP_S, time.monotonic() - began)
+            if not ready and left_s <= 0:
                 self._give_up(sorted(waiting.values()), function.__name__, limit_s)
             for pipe in ready:
                 found[waiting[pipe]] = self._receive(pipe, waiting[pipe])

@@ -57,7 +57,7 @@ COPIES = (
     ),
     Mutant(
         "forked children go on with the pool of their parent", "store/pool.py",
-        "    global _POOL\n    _POOL = StagingPool()", "    pass",
+        "    _POOL = StagingPool()\n\n\n", "    _POOL = _POOL\n\n\n",
         ("tests/test_staging.py", "-k", "forked"),
     ),
     Mutant(
@@ -98,7 +98,7 @@ COPIES = (
     ),
     Mutant(
         "a load returns before the device has put everything in its place", "torch/tensors.py",
-        "        _wait_for(piece.device)\n", "",
+        "        wait_for(piece.device)\n", "",
         ("tests/test_devices.py", "-k", "is_there"),
     ),
     Mutant(

@@ -25,12 +25,12 @@ REMEMBERED = (
     ),
     Mutant(
         "pieces of different fragments have one form", "store/fill.py",
-        "cut.stop, cut.low, cut.high]", "cut.stop, cut.low]",
+        "cut.stop, cut.low, cut.high)", "cut.stop, cut.low)",
         ("property_tests/test_forms.py",),
     ),
     Mutant(
         "pieces of arrays of different layouts have one form", "store/fill.py",
-        "[like[cut.array], cut.chunk,", "[cut.chunk,",
+        "row_keys(like[cut.array], cut.chunk,", "row_keys(cut.chunk,",
         ("property_tests/test_forms.py",),
     ),
     Mutant(

@@ -20,11 +20,17 @@ STEPS = 12
 PATIENCE_S = 1800
 
 
-def test_a_killed_run_resumes_from_a_bucket(server, url, tmp_path):  # noqa: F811
+@pytest.fixture(scope="session")
+def losses(tmp_path_factory):
+    """Return the losses, by step, of a run that is never killed."""
+    whole = World(tmp_path_factory.mktemp("whole"), 4, STEPS, PATIENCE_S)
+    assert whole.finish() == [0] * 4, whole.log.read_text()
+    return whole.losses()
+
+
+def test_a_killed_run_resumes_from_a_bucket(server, url, losses):  # noqa: F811
     if not server.heeds_conditions:
         pytest.skip("the example does not say that it is alone")
-    whole = World(tmp_path / "whole", 4, STEPS, PATIENCE_S)
-    assert whole.finish() == [0] * 4, whole.log.read_text()
     root = url.rpartition("/")[0]
     first = World(root, 4, STEPS, PATIENCE_S)
     first.wait_for(8)
@@ -36,9 +42,9 @@ def test_a_killed_run_resumes_from_a_bucket(server, url, tmp_path):  # noqa: F81
     assert second.finish() == [0] * 2, second.log.read_text()
     resumed = second.losses()
     assert min(resumed) > 1, "it began anew"
-    assert {**done, **resumed}.keys() == whole.losses().keys() == {*range(1, STEPS + 1)}
+    assert {**done, **resumed}.keys() == losses.keys() == {*range(1, STEPS + 1)}
     for step, loss in {**done, **resumed}.items():
-        assert abs(loss - whole.losses()[step]) < TOLERANCE, step
+        assert abs(loss - losses[step]) < TOLERANCE, step
     steps = find_steps(root)
     assert STEPS in steps
     assert all(verify(step_path(root, step)).ok for step in steps)

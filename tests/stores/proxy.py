@@ -69,6 +69,19 @@ class Proxy:
         with self._lock:
             self.requests, self.fault, self.most_in_flight = [], fault, 0
 
+    def clients(self):
+        """Return the connections that are open."""
+        with self._lock:
+            return frozenset(self._clients)
+
+    def outlast(self, but):
+        """Wait until all connections have ended `but` these: nothing of what came by them is still on its way."""
+        with socket.create_connection(("127.0.0.1", self.port)) as last:  # taken after all that came before it
+            last.sendall(b"\r\n")
+            last.recv(1)
+        while self.clients() - but:
+            time.sleep(0.01)
+
     def close(self):
         """Stop, and cut what clients keep open: the next proxy may get this port."""
         self._closing.set()
@@ -90,7 +103,7 @@ class Proxy:
 
     def _serve(self, client):
         server = None
-        with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ValueError, EOFError), contextlib.ExitStack() as held:
             held.callback(client.close)
             held.callback(self._clients.discard, client)
             stream = held.enter_context(client.makefile("rb"))
@@ -124,7 +137,10 @@ class Proxy:
                     if answer_head is None:
                         return None
                     has_body = request.method != "HEAD" and b" 204 " not in answer_head[:16]
-                    answer = _body(answer_head, answers) if has_body else b""
+                    try:
+                        answer = _body(answer_head, answers) if has_body else b""
+                    except EOFError:
+                        return _cut(client)
                     if fault == "lost":
                         return _cut(client)
                     whole = answer_head + answer
@@ -184,7 +200,11 @@ def _body(head, stream):
             if len(chunk) == 2:
                 return b"".join(parts)
     at = lower.find(b"\r\ncontent-length:")
-    return stream.read(int(lower[at + 17 :].split(b"\r\n", 1)[0])) if at >= 0 else b""
+    nbytes = int(lower[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+    data = stream.read(nbytes)
+    if len(data) < nbytes:
+        raise EOFError
+    return data
 
 
 def _answer(status, code, method):

@@ -30,7 +30,7 @@ from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.store.opening import open_store
 from functional_ckpt.testing.simulate import try_ranks
 from tests.stores.conftest import STEP
-from tests.stores.proxy import FAULTS
+from tests.stores.proxy import FAULTS, Proxy
 
 _CHUNKED = LayoutPolicy(target_chunk_nbytes=2**10, min_chunk_nbytes=2**8)
 
@@ -78,7 +78,6 @@ def check_after(server, url, error):
     assert found == 2 if error is None else found is None or isinstance(error, OutcomeUnknownError), (found, error)
     next_url = url if found is None else url + "-next"
     save(state(3), next_url, policy=server.saving(layout=_CHUNKED))
-    assert outcome(server, next_url) == 3
     swept = sweep(url.rpartition("/")[0], store=server.access(lease_s=0.2))
     assert all(".claim" in name for name in swept)
     assert (outcome(server, url), outcome(server, next_url)) == (found or 3, 3)
@@ -131,6 +130,26 @@ def test_requests_of_a_load_go_wrong(server, url, fault):
                 load(state(0), url, policy=server.loading())
         else:
             assert is_state(load(state(0), url, policy=server.loading()), 2)
+
+
+def test_an_answer_that_the_server_ends_early_ends_behind_the_proxy_too():
+    """As rclone's of an object that is written over meanwhile: its client would wait for the rest for a minute."""
+    short = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        connection, _ = short.accept()
+        with connection:
+            connection.recv(2**16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc")
+
+    threading.Thread(target=answer, daemon=True).start()
+    proxy = Proxy(short.getsockname()[1])
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=60) as client:
+        client.sendall(b"GET /ckpt/a HTTP/1.1\r\n\r\n")
+        with pytest.raises(ConnectionResetError):
+            client.makefile("rb").read()
+    proxy.close()
+    short.close()
 
 
 def test_a_server_that_never_answers_is_given_up(server, url):
@@ -322,6 +341,7 @@ def test_kills_at_each_request_lose_nothing(server, url):
         place = f"{url}-{number}-{after}"
         alone = "heeding" if server.heeds_conditions else "alone"
         command = [sys.executable, "-c", _SAVER, place, alone]
+        others = server.proxy.clients()
         with subprocess.Popen(command, stdin=subprocess.PIPE) as saver:
 
             def kill(request, at=number, saver=saver, after=after):
@@ -334,8 +354,7 @@ def test_kills_at_each_request_lose_nothing(server, url):
             server.proxy.reset(kill)
             saver.stdin.close()
             saver.wait()
-        while server.name == "swift" and server.proxy.in_flight:
-            time.sleep(0.05)  # it is at requests of the saver for longer than the next save waits for them
+        server.proxy.outlast(others)  # on a loaded machine they may take longer than the next save waits for them
         found = outcome(server, place)
         assert found in (None, 2)
         if found is None:

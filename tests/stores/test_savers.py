@@ -123,7 +123,7 @@ def _one_of_many(server, place, waits):
 
 def test_of_two_saves_at_once_at_most_one_is_published(server, url):
     if not server.heeds_conditions:
-        pytest.skip("the caller says that he is alone")
+        pytest.skip("the caller says that he is alone")  # the second may come right after the first, and write over it
     barrier = threading.Barrier(2)
 
     def one(gather):

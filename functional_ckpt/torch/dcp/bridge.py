@@ -58,6 +58,7 @@ __all__ = [
 _METADATA_VERSION = "1.0.0"
 #: Of a checkpoint: what DCP's metadata holds and the manifest has no place for.
 _ATTRIBUTE = "torch.distributed.checkpoint"
+_PLAIN_STEPS = frozenset([str, int])
 _EMPTY_DICTS = ("{}", '{"~ordered":[]}')
 
 
@@ -332,9 +333,11 @@ def tree_path(key: str, planner_data: Any) -> Path:
     (('a', 0), ('a.0',))
     """
     path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
-    if isinstance(path, tuple) and path and all(type(item) in (str, int) for item in path):
-        return path
-    return (key,)
+    return path if isinstance(path, tuple) and path and _is_plain(path) else (key,)
+
+
+def _is_plain(path: tuple[Any, ...]) -> bool:
+    return _PLAIN_STEPS.issuperset(map(type, path))
 
 
 class Streamed(io.BytesIO):
@@ -353,7 +356,8 @@ class Streamed(io.BytesIO):
 def _object_path(key: str, path: Iterable[Any] | None) -> tuple[Any, ...]:
     if path is None:
         return (key,)
-    return tuple(_component(item) for item in path) or (key,)
+    path = tuple(path)
+    return (path if _is_plain(path) else tuple(map(_component, path))) or (key,)
 
 
 def _component(item: Any) -> str | int:

@@ -6,13 +6,12 @@ DCP's planner returns the tensors of the state dict themselves, which cost no ex
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
 from threading import Lock
 from typing import Any
 
 import attrs
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from functional_ckpt.errors import CheckpointError, ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.spec.strided import View
@@ -26,6 +25,8 @@ __all__ = ["PlannedBuffer", "Resolver", "is_stock", "local_tensor"]
 
 #: Tensors kept at once: the one whose chunks are being written, and the next, which another thread has begun.
 _KEPT = 2
+#: Placements of memory that holds elements, not sums; of others each is asked, which takes longer.
+_HELD = frozenset([Shard, Replicate])
 _STOCK = ("resolve_data", "lookup_object", "transform_object")
 
 
@@ -166,9 +167,8 @@ def local_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     return local if type(local) is torch.Tensor else None
 
 
-@lru_cache(maxsize=64)
 def _are_held(placements: tuple[Any, ...]) -> bool:
-    return not any(placement.is_partial() for placement in placements)
+    return _HELD.issuperset(map(type, placements)) or not any(placement.is_partial() for placement in placements)
 
 
 def is_stock(planner: Any, kind: type, names: Sequence[str]) -> bool:
