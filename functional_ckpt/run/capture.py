@@ -85,9 +85,10 @@ class Describer:
         self.compares = compares and policy.replicated == "check"
         self.per_rank: list[PerRankEntry] = []
         self._problems: list[CheckpointError] = []
-        # By key, and no object for each leaf that holds them: the collector looks at all that are alive.
+        # No object for each leaf that holds what is known of it: the collector looks at all that are alive.
         self._leaves: dict[str, ArrayLeaf] = {}
-        self._buffers: dict[str, tuple[Buffer, ...]] = {}
+        self._buffers: list[Buffer] = []
+        self._owners: list[str] = []  # the keys of the buffers
         self._identities: dict[str, Hashable] = {}
         self._shards: dict[str, tuple[ShardSpec, ...]] = {}
         self._values: list[ValueEntry] = []
@@ -116,8 +117,8 @@ class Describer:
         """Collect an object as the bytes that `codec` has made of it."""
         self.add_array(key, path, attrs.evolve(NumpyLeaves().hold(key, data, self.rank), codec=codec))
 
-    def add_array(self, key: str, path: Path, held: HeldArray) -> None:
-        """Collect an array, or some more regions of one.
+    def add_array(self, key: str, path: Path, held: HeldArray) -> ArrayLeaf:
+        """Collect an array, or some more regions of one; return its leaf.
 
         Raises
         ------
@@ -128,7 +129,8 @@ class Describer:
             self._untrusted[key] = trust_needed(key, held.buffers[0].get(held.spec.shape, 0, WHOLE))
         sharding = None if held.sharding is None else relabelled(held.sharding, self.members)
         leaf = _known_leaf(held.spec, path, held.codec, None, held.copy, sharding)
-        first, before = self._leaves.setdefault(key, leaf), self._buffers.get(key)
+        is_new = key not in self._leaves
+        first = self._leaves.setdefault(key, leaf)
         if first is not leaf and (first.spec, first.is_copy) != (leaf.spec, leaf.is_copy):
             raise SpecError(
                 "the regions of one array disagree about it",
@@ -138,15 +140,17 @@ class Describer:
                 expected=(first.spec.shape, first.spec.dtype),
                 found=(leaf.spec.shape, leaf.spec.dtype),
             )
-        if leaf.is_copy and before is not None:
+        if leaf.is_copy and not is_new:
             raise SpecError("the plan writes a whole tensor twice", key, rank=self.rank, shape=leaf.spec.shape)
-        self._buffers[key] = held.buffers if before is None else before + held.buffers
+        self._buffers += held.buffers
+        self._owners += [key] * len(held.buffers)
         self._identities.setdefault(key, held.identity)
         if not first.is_copy and first.sharding is None:
             self._shards[key] = self._shards.get(key, ()) + held.all_shards(self.rank)
         if self.compares and leaf.is_copy and not is_per_rank(path):
             digest = content_digest(held.buffers[0], held.spec, self.policy.budget_nbytes)
             self._copies.append(CopyDigest(held.spec, digest))
+        return leaf
 
     def captured(self, policy_text: str, attributes: str = NO_ATTRIBUTES) -> Captured:
         """Return everything that was collected, in order of the keys: so ranks that hold the same describe it alike.
@@ -168,8 +172,11 @@ class Describer:
             policy_text,
             copies=tuple(sorted(self._copies, key=lambda copy: copy.spec.key)),
         ).split_common()
-        buffers = [self._buffers[leaf.key] for leaf in (*common.arrays, *own.arrays)]
-        return Captured(common, own, tuple(chain.from_iterable(buffers)), tuple(map(len, buffers)))
+        numbers = {leaf.spec.key: number for number, leaf in enumerate((*common.arrays, *own.arrays))}
+        owners = [numbers[key] for key in self._owners]
+        counts = np.bincount(np.array(owners, np.int64), minlength=len(numbers)).tolist()
+        order = np.argsort(owners, kind="stable").tolist()  # regions of an array stay in their order
+        return Captured(common, own, tuple([self._buffers[i] for i in order]), tuple(counts))
 
 
 def _tied(found: Iterable[tuple[ArrayLeaf, Hashable]]) -> tuple[ArrayLeaf, ...]:
@@ -193,8 +200,8 @@ def _add_leaf(seen: Describer, taken: dict[str, Path], size: int, key: str, path
             seen.guard(name := key_of(below), _add_leaf, seen, taken, size, name, below, value)
         return
     adapter = adapter_of(leaf)
-    if adapter is not None:
-        seen.add_array(key, path, adapter.hold(key, leaf, seen.rank))
+    if adapter is not None:  # the leaf is known from earlier saves, and its path need not be kept twice
+        taken[key] = seen.add_array(key, path, adapter.hold(key, leaf, seen.rank)).path
     elif (text := plain_text({} if isinstance(leaf, defaultdict) and not leaf else leaf)) is not None:
         seen.add_text(key, path, text)
     elif seen.policy.object_codec is None:

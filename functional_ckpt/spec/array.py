@@ -9,7 +9,7 @@ from types import MappingProxyType
 import attrs
 
 from functional_ckpt.errors import DTypeError, ShapeError, SpecError
-from functional_ckpt.spec.box import MAX_NDIM, Box
+from functional_ckpt.spec.box import MAX_NDIM, Box, known_box
 
 __all__ = ["BITS", "DTYPES", "MAX_EXTENT", "MAX_KNOWN", "ArraySpec", "ObjectSpec", "can_cast", "check_key",
            "known_spec"]  # fmt: skip
@@ -91,11 +91,7 @@ def _ints(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(map(index, shape))
 
 
-# Thousands of arrays have the same shape: its box is made and checked once.
-_whole_box = lru_cache(maxsize=1024)(Box.from_shape)
-
-
-@attrs.frozen(cache_hash=True)
+@attrs.frozen
 class ArraySpec:
     """A whole array: `key` unique in the checkpoint, `shape` in elements, `dtype` a Zarr v3 name.
 
@@ -141,6 +137,10 @@ class ArraySpec:
                 remedy="View the tensor as a data type of the same width, or save it as an object",
             )
 
+    def __hash__(self) -> int:
+        """Return the hash of the key: few specs share one, and the text has its hash already."""
+        return hash(self.key)
+
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
@@ -154,7 +154,7 @@ class ArraySpec:
     @property
     def box(self) -> Box:
         """The whole array as a box."""
-        return _whole_box(self.shape)
+        return known_box(self.shape)
 
 
 #: An `ArraySpec`, the same object for the same arguments: checked once, and compared at no cost.

@@ -1,6 +1,7 @@
 """`Box`: a half-open n-dimensional region of an array."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from operator import add, index, le, sub
 
@@ -8,7 +9,7 @@ import attrs
 
 from functional_ckpt.errors import ShapeError
 
-__all__ = ["MAX_NDIM", "Box"]
+__all__ = ["MAX_NDIM", "Box", "known_box"]
 
 # TensorStore refuses 33 dimensions, and some of its code paths abort the process instead of raising.
 MAX_NDIM = 32
@@ -165,3 +166,7 @@ class Box:
                 expected=self.ndim,
                 found=other.ndim,
             )
+
+
+#: ``Box.from_shape``, the same object for the same arguments: thousands of arrays have one shape, or are cut alike.
+known_box = lru_cache(maxsize=1024)(Box.from_shape)

@@ -11,7 +11,7 @@ import numpy as np
 
 from functional_ckpt.errors import ShapeError
 from functional_ckpt.spec.array import MAX_KNOWN, ArraySpec
-from functional_ckpt.spec.box import Box
+from functional_ckpt.spec.box import Box, known_box
 from functional_ckpt.spec.mesh import CellMesh
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.shard import ShardSpec
@@ -82,7 +82,7 @@ def shard_at(
     (3,)
     """
     is_grid = counts is not None and len(counts) == len(extents) and tuple(map(mul, extents, counts)) == array.shape
-    return ShardSpec(array, Box.from_shape(extents, offset), replica_id, flat, counts if is_grid else None)
+    return ShardSpec(array, known_box(extents, offset), replica_id, flat, counts if is_grid else None)
 
 
 def sharding_of_blocks(grid: tuple[int, ...], blocks: Sequence[Block], replicas: str) -> Sharding | None:

@@ -64,20 +64,18 @@ def write_plan(
 
     A rank that has met a `failure` before writes nothing and raises it, once no other rank waits for its pieces.
     """
-    direct: list[Digest] = []
+    direct: list[object] = []
     work = [] if failure else _direct_work(plan, buffers, store)
     try:
-        direct = [
-            d
-            for found in run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
-            for d in cast("list[Digest]", found or ())
-        ]
+        direct = run_all(work, budget_nbytes, on_bytes, store.capabilities.concurrency)
     except Exception as error:
         failure = error
     exchange = exchange or LocalExchange()
     moved, traffic = assemble_and_write(plan, buffers, store, exchange, budget_nbytes, on_bytes, failure)
     keys = tuple(array.spec.key for array in plan.arrays)
-    return Receipt(keys, _chunk_rows([*direct, *moved]), plan.written_nbytes(exchange.rank), traffic)
+    written = [found for found in direct if isinstance(found, ChunkRows)]
+    chunks = ChunkRows.joined([*written, _chunk_rows(moved)])
+    return Receipt(keys, chunks, plan.written_nbytes(exchange.rank), traffic)
 
 
 def digest_shared(plan: SavePlan, store: Store, budget_nbytes: int) -> Receipt:
@@ -138,7 +136,7 @@ def _rows(plan: SavePlan, rows: Sequence[int]) -> Iterator[_Row]:
 
 def _write_small(
     plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[int]
-) -> list[Digest]:
+) -> ChunkRows:
     """Write fragments of the plan, by their rows; those that are in `begins` with the metadata of their arrays."""
     found: list[Digest] = []
     for row, number, shard, run, nbytes in _rows(plan, rows):
@@ -151,8 +149,8 @@ def _write_small(
             found.append((number, 0, write_chunk(store, array, grid.index(0), values)))
         else:
             source = plan.fragment(row)
-            found += _write_pieces(number, array, source, buffer, store, _pieces(grid, source.box))
-    return found
+            found += _digests(number, array, source, buffer, store, _pieces(grid, source.box))
+    return _chunk_rows(found)
 
 
 def _writers(plan: SavePlan, row: int, buffers: Sequence[Buffer], store: Store) -> list[Work]:
@@ -168,8 +166,15 @@ def _writers(plan: SavePlan, row: int, buffers: Sequence[Buffer], store: Store) 
 
 def _write_pieces(
     number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, pieces: Iterable["_Piece"]
-) -> list[Digest]:
+) -> ChunkRows:
     """Write pieces of a fragment."""
+    return _chunk_rows(_digests(number, array, source, buffer, store, pieces))
+
+
+def _digests(
+    number: int, array: ArrayPlan, source: Fragment, buffer: Buffer, store: Store, pieces: Iterable["_Piece"]
+) -> list[Digest]:
+    """Write pieces of a fragment, and return the digests of those that are whole chunks."""
     found: list[Digest] = []
     for piece in pieces:
         values = buffer.get(source.box.shape, source.run, _region(source.box, piece.box))

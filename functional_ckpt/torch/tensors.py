@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from functional_ckpt.errors import DTypeError, ShapeError, SpecError, UnsupportedLeafError
+from functional_ckpt.errors import ShapeError, SpecError, UnsupportedLeafError
 from functional_ckpt.plan.field import refuse
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
@@ -25,7 +25,7 @@ from functional_ckpt.spec.strided import View
 from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
 from functional_ckpt.store.encoding import Array, numpy_dtype
 from functional_ckpt.torch.devices import begin_to_copy, copier_of, wait_for
-from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, host_view, to_torch
+from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, dtype_name_of, host_view, to_torch
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
 __all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
@@ -119,7 +119,7 @@ class TorchLeaves:
         _check_fillable(key, local, rank)
         if isinstance(leaf, DTensor):
             return Target.of(_held_parts(key, leaf, local), rank, leaf)
-        spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+        spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
         buffer = _buffer(local)
         return Target(_whole_identity(leaf, buffer), (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
@@ -137,7 +137,7 @@ class TorchLeaves:
 
 def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
     """Describe the parts of a DTensor that this rank holds; `local` is its local tensor."""
-    spec = known_spec(key, leaf.shape, _dtype_name(key, leaf))
+    spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
     # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
     # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
     placements = leaf.placements
@@ -173,7 +173,7 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
         except (RuntimeError, TypeError):
             pass
     _check_readable(key, tensor, rank)
-    return _dtype_name(key, tensor), _buffer(_resolved(tensor))
+    return dtype_name_of(key, tensor), _buffer(_resolved(tensor))
 
 
 def _check_readable(key: str, tensor: torch.Tensor, rank: int) -> None:
@@ -200,7 +200,7 @@ def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
         found = "a meta tensor" if tensor.is_meta else "a DTensor"
         raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
     _check_fillable(key, tensor)
-    return _dtype_name(key, tensor), _buffer(tensor)
+    return dtype_name_of(key, tensor), _buffer(tensor)
 
 
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
@@ -345,16 +345,6 @@ def _check_type(key: str, leaf: torch.Tensor) -> None:
             found=f"{type(leaf).__qualname__}, {leaf.layout}",
             remedy="Convert it to dense tensors (indices, values, scales) before saving",
         )
-
-
-def _dtype_name(key: str, leaf: torch.Tensor) -> str:
-    name = DTYPE_NAMES.get(leaf.dtype)
-    if name is None:
-        remedy = "View it as a data type of the same width, such as torch.view_as_real for complex32"
-        expected, found = "one of " + ", ".join(TORCH_DTYPES), str(leaf.dtype)
-        what, shape = "the format has no such data type", tuple(leaf.shape)
-        raise DTypeError(what, key, shape=shape, expected=expected, found=found, remedy=remedy)
-    return name
 
 
 def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:

@@ -244,7 +244,8 @@ def _local_tensors(pairs: Iterable[tuple[ShardSpec, torch.Tensor]]) -> LocalTens
 def _view(leaf: ShardedTensor, data: torch.Tensor) -> torch.Tensor:
     """Return the data in the shape of the shard's box; the data of a flat shard keep their single axis."""
     count = 0 if leaf.flattened_range is not None else leaf.prepend_axis_num
-    return data.detach()[(None,) * count] if count else data.detach()
+    plain = data.detach() if data.requires_grad else data
+    return plain[(None,) * count] if count else plain
 
 
 @attrs.frozen
