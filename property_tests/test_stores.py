@@ -97,6 +97,13 @@ def test_a_store_of_another_package():
     holds(over(Dicts))
 
 
+def test_the_same_bytes_may_have_the_same_stamp():
+    machine = store_machine(over(Dicts))()
+    machine.begin()
+    for _ in range(4):
+        machine.replace(name="a", data=b"", other=b"")
+
+
 class LosesAWrite(Dicts):
     def put(self, name, data):
         if name in self.objects or not name.endswith("c.0.1"):

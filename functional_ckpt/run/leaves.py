@@ -186,7 +186,8 @@ def adapter_of(leaf: object) -> LeafAdapter | None:
     >>> adapter_of(3.5) is None, adapter_of(np.zeros(2)) is None
     (True, False)
     """
-    adapter = _adapter_of_type(type(leaf))
+    kind: Any = type(leaf)
+    adapter = _adapter_of_type(kind)
     return _NUMPY if adapter is None and _NUMPY.accepts(leaf) else adapter
 
 

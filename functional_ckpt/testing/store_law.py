@@ -173,10 +173,11 @@ class _StoreMachine(RuleBasedStateMachine):
         if old is None:
             self.stamp_of_new(name, data)
             return
-        stamp = store.replace(name, data + b"1", old)
+        changed = self.model[name] + data + b"1"  # never what is there: the same bytes may have the same stamp
+        stamp = store.replace(name, changed, old)
         require(stamp is not None, f"{name}: replace refuses the stamp of what is there")
         require(store.stamp(name) == stamp, f"{name}: replace returns another stamp than what is there has")
-        self.model[name] = data + b"1"
+        self.model[name] = changed
         refused = store.replace(name, other + b"2", old)
         require(refused is None, f"{name}: replace writes over what has changed meanwhile")
 

@@ -117,7 +117,7 @@ def begin_to_copy(tensor: torch.Tensor, into: torch.Tensor) -> None:
         return
     axis = next(axis for axis, extent in enumerate(tensor.shape) if extent > 1)
     rows = max(1, tensor.shape[axis] * _PART_NBYTES // nbytes)
-    for part, place in zip(tensor.split(rows, axis), into.split(rows, axis), strict=True):
+    for part, place in zip(torch.split(tensor, rows, axis), torch.split(into, rows, axis), strict=True):
         begin_to_copy(part, place)
 
 
