@@ -87,7 +87,7 @@ def test_a_save_that_is_not_published_gives_its_memory_back(how, tmp_path):
         pending = async_save(full(1), tmp_path / "a", policy=FAST)
         assert reached.wait(60)
         if how == "fails":
-            with patch.object(FileStore, "check_guard", side_effect=OSError(28, "No space left")):
+            with patch.object(FileStore, "_open", side_effect=OSError(28, "No space left")):
                 go_on.set()
                 wait_for_all()
         pending.cancel()
