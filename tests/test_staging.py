@@ -81,13 +81,17 @@ def test_from_the_second_save_on_no_memory_is_new(tmp_path):
         assert set(np.unique(open_checkpoint(tmp_path / str(step))["w"][...])) == {step}
 
 
+def full_disk(*_):
+    raise OSError(28, "No space left")
+
+
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
 def test_a_save_that_is_not_published_gives_its_memory_back(how, tmp_path):
     with held_at(2) as (reached, go_on):
         pending = async_save(full(1), tmp_path / "a", policy=FAST)
         assert reached.wait(60)
         if how == "fails":
-            with patch.object(FileStore, "_open", side_effect=OSError(28, "No space left")):
+            with patch.object(FileStore, "_open", full_disk):
                 go_on.set()
                 wait_for_all()
         pending.cancel()
