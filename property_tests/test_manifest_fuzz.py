@@ -7,7 +7,17 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
-from functional_ckpt.plan.manifest import DIGEST_NBYTES, VERSION, Manifest, canonical
+from functional_ckpt.plan.entry import RankItem
+from functional_ckpt.plan.manifest import (
+    DIGEST_NBYTES,
+    VERSION,
+    Manifest,
+    _path_text,
+    canonical,
+    path_from_json,
+    path_to_json,
+)
+from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing import strategies as fst
 
 # Most of the time goes into drawing manifests; these laws look at one fact of each.
@@ -23,6 +33,25 @@ def test_p5_json_keeps_every_field_and_is_canonical(manifest):
     assert hash(other) == hash(manifest)
     assert text.isascii()
     assert canonical(json.loads(text)).encode() == text
+
+
+PATH_ITEMS = (
+    st.text() | st.integers() | st.builds(DictKey, st.integers() | st.booleans()) | st.builds(RankItem, st.integers(0))
+)
+
+
+@given(st.lists(st.text() | PATH_ITEMS, max_size=4).map(tuple))
+@example(("model", "layer.0"))
+def test_p5_the_text_of_a_path_is_canonical_and_gives_it_back(path):
+    text = _path_text("w", path)
+    event(
+        "told by the key" if text is None else "all text" if all(isinstance(item, str) for item in path) else "others"
+    )
+    if text is None:
+        assert path == ("w",)
+        return
+    assert text == canonical(path_to_json(path))
+    assert path_from_json(json.loads(text)) == path
 
 
 @FEWER

@@ -199,7 +199,12 @@ def _path_text(key: str, path: Path | None) -> str | None:
     """Return the text of a path; None if the key tells it."""
     if path is None:
         return "null"
-    return None if is_told_by(key, path) else canonical(path_to_json(path))
+    if is_told_by(key, path):
+        return None
+    try:
+        return _listed(map(encode_basestring_ascii, path))  # type: ignore[arg-type] # nearly all are text
+    except TypeError:
+        return canonical(path_to_json(path))
 
 
 def is_told_by(key: str, path: Path) -> bool:
