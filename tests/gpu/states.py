@@ -141,3 +141,6 @@ def device_memory(at_most, held=0):
     peak, after = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     assert peak <= at_most, f"{peak / MIB:.1f} MiB at once"
     assert after <= held, f"{after / MIB:.1f} MiB are held"
+
+
+STATES = {"data types": of_all_data_types, "kinds": of_all_kinds}

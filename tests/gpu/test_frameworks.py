@@ -11,19 +11,17 @@ from functional_ckpt.torch.megatron.mapping import LocalNonpersistentObject, Sha
 from functional_ckpt.torch.megatron.serialization import load, save
 from tests.gpu.states import (
     CUDA,
+    STATES,
     bits,
     blank,
     busy,
     check_bits,
     device_memory,
     late,
-    of_all_data_types,
-    of_all_kinds,
     on_host,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STATES = {"data types": of_all_data_types, "kinds": of_all_kinds}
 
 
 @pytest.fixture

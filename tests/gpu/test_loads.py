@@ -14,6 +14,7 @@ from tests.gpu.states import (
     CUDA,
     FAST,
     MIB,
+    STATES,
     bits,
     blank,
     busy,
@@ -21,12 +22,8 @@ from tests.gpu.states import (
     device_memory,
     late,
     leaves_of,
-    of_all_data_types,
-    of_all_kinds,
     on_host,
 )
-
-STATES = {"data types": of_all_data_types, "kinds": of_all_kinds}
 
 
 @pytest.mark.parametrize("which", STATES)

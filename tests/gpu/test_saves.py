@@ -11,17 +11,15 @@ from tests.gpu.states import (
     CUDA,
     FAST,
     MIB,
+    STATES,
     bits,
     blank,
     check_bits,
     device_memory,
     late,
-    of_all_data_types,
     of_all_kinds,
     on_host,
 )
-
-STATES = {"data types": of_all_data_types, "kinds": of_all_kinds}
 
 
 def saved(how, state, path, then=lambda: None):
