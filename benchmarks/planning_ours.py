@@ -131,4 +131,4 @@ def _receipts(plan: Plan, ranks: int) -> list[bytes]:
 def _manifest(plan: Plan, messages: Sequence[bytes]) -> bytes:
     """The text that describes the checkpoint."""
     chunks = ChunkRows.joined([pickle.loads(message) for message in messages])
-    return build_manifest(plan.state, plan.arrays, chunks).to_json()
+    return build_manifest(plan.structure, plan.arrays, chunks).to_json()

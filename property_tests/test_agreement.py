@@ -155,7 +155,7 @@ def test_planning_alone_and_gathering_come_to_one_plan(placed, policy, rule):
     for one, other in zip(alone, together, strict=True):
         assert one.arrays == other.arrays
         assert one.mine == other.mine
-        assert one.state.values == other.state.values
+        assert one.structure.values == other.structure.values
 
 
 def planned(placed, path, policy, gather, tell):

@@ -189,7 +189,7 @@ def test_what_any_plan_writes_any_plan_reads(case, policy):
             wanted = Wanted(array, places)
             reader.read_metadata()
             reader.read_data(bridge.LoadPlan(items), wanted).wait()
-            found = [host_view(tensor).reshape(-1) for tensor in wanted.targets]
+            found = [host_view(tensor, spec.dtype).reshape(-1) for tensor in wanted.targets]
             joined = np.concatenate([np.empty(0, array.dtype), *found])
             assert model.bits(joined) == model.bits(model.view(shard, array))
             assert wanted.committed == items

@@ -8,7 +8,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.store.encoding import chunk_name, node_name
 from functional_ckpt.store.values import decode_text, decode_value, encode_value, is_plain
 from functional_ckpt.testing import strategies as fst

@@ -89,6 +89,12 @@ ONE_OF_TWO = (
     [(0, 0), (1,), (4,)],
     LayoutPolicy(target_chunk_nbytes=256, min_chunk_nbytes=0, few_files=0),
 )
+#: Of two that are alike both are joined, which is enough: 9 files, two for each array and one for the bytes.
+TWO_ALIKE = (
+    [ArraySpec(key, (extent,), "bool") for key, extent in (("a", 2), ("b", 2), ("c", 8), ("d", 128))],
+    [(1,), (1,), (4,), (0,)],
+    LayoutPolicy(target_chunk_nbytes=256, min_chunk_nbytes=0, few_files=0),
+)
 
 
 @given(states())
@@ -111,6 +117,7 @@ def test_f2_nothing_is_joined_where_files_are_few(state):
 @given(states())
 @example(JUST_FEW)
 @example(ONE_OF_TWO)
+@example(TWO_ALIKE)
 def test_f3_the_smallest_chunks_are_joined_and_only_until_files_are_few(state):
     """The layouts are those of the first size that suffices."""
     arrays, _, policy = state

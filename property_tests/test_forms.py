@@ -14,7 +14,7 @@ from functional_ckpt.plan.save import plan_save, restrict
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.shard import ShardSpec
-from functional_ckpt.store import execute
+from functional_ckpt.store import execute, orders
 from functional_ckpt.store.base import Capabilities
 from functional_ckpt.store.buffer import HostBuffer
 from functional_ckpt.store.encoding import chunk_path, node_name, numpy_dtype
@@ -79,7 +79,7 @@ def memory_of(shard):
 @given(fst.worlds(), fst.layout_policies(codecs=False) | fst.joining_policies(), st.booleans(), st.data())
 def test_what_a_rank_writes_directly_is_each_header_and_each_chunk_once(world, policy, waits, data):
     """The columns say which metadata goes with a small fragment, which by itself, and what is left to the assembler."""
-    with patch.object(execute, "SMALL_NBYTES", data.draw(st.sampled_from([1, 9, 2**18]))):
+    with patch.object(orders, "SMALL_NBYTES", data.draw(st.sampled_from([1, 9, 2**18]))):
         for rank, shards in enumerate(world.ranks):
             plan = restrict(plan_save(world, policy, shared_ok=False), rank)
             store = Names(2 if waits else 0)

@@ -77,14 +77,16 @@ def test_l3_subdividing_keeps_faces_and_bounds_bytes(axes, itemsize, target, lea
         assert faced[axis]
         below = max(d for d in range(1, split[axis]) if chunk[axis] % d == 0)
         assert nbytes // split[axis] * below < least
-
-
-@given(st.lists(st.integers(1, 40), max_size=4), st.integers(1, 2000))
-def test_l3_pieces_of_a_chunk_are_contiguous(chunk, target):
-    """Only leading axes are cut, so that a piece of a C-order array is one run of bytes."""
-    split = subdivide(chunk, [False] * len(chunk), 1, target, 0)
-    cut = [i for i, (c, n) in enumerate(zip(split, chunk, strict=True)) if c < n]
+    cut = [axis for axis, (c, n) in enumerate(zip(split, chunk, strict=True)) if c < n]
+    # Only leading axes are cut, so that a piece of a C-order array is one run of bytes.
     assert all(split[axis] == 1 for axis in range(cut[-1] if cut else 0))
+    if cut:
+        # Not smaller than need be: the next coarser cut would give too large a chunk.
+        event(f"cut: {'at a divisor' if faced[cut[-1]] else 'evenly'}")
+        n, c = chunk[cut[-1]], split[cut[-1]]
+        pieces = -(-n // c) - 1
+        coarser = min(d for d in range(c + 1, n + 1) if n % d == 0) if faced[cut[-1]] else -(-n // pieces)
+        assert nbytes // c * coarser > target
 
 
 @given(written_arrays(), fst.layout_policies(), st.booleans())
@@ -95,6 +97,12 @@ def test_l3_chosen_layouts_obey_their_policy(case, policy, owned_ok):
     laws.check_layout(array, boxes, policy, layout)
     assert layout.codecs == policy.codecs_of(array.key)
     assert model.numpy_dtype(layout.stored).itemsize == array.itemsize
+    nbytes = prod(layout.chunk) * array.itemsize
+    if layout.ownership == "exclusive" and nbytes > max(policy.target_chunk_nbytes, array.itemsize):
+        event("larger than the target")
+        extent = next(c for c in layout.chunk if c > 1)
+        below = max(d for d in range(1, extent) if extent % d == 0)
+        assert nbytes // extent * below < max(policy.min_chunk_nbytes, -(-policy.target_chunk_nbytes // 2))
     plain = np.dtype(layout.stored) if policy.extended_dtypes == "bits" else None
     assert plain is not None or layout.stored == array.dtype
 

@@ -12,11 +12,9 @@ from functional_ckpt.plan.manifest import (
     DIGEST_NBYTES,
     VERSION,
     Manifest,
-    _path_text,
-    canonical,
     path_from_json,
-    path_to_json,
 )
+from functional_ckpt.plan.record import canonical, path_text, path_to_json
 from functional_ckpt.spec.tree import DictKey
 from functional_ckpt.testing import strategies as fst
 
@@ -43,7 +41,7 @@ PATH_ITEMS = (
 @given(st.lists(st.text() | PATH_ITEMS, max_size=4).map(tuple))
 @example(("model", "layer.0"))
 def test_p5_the_text_of_a_path_is_canonical_and_gives_it_back(path):
-    text = _path_text("w", path)
+    text = path_text("w", path)
     event(
         "told by the key" if text is None else "all text" if all(isinstance(item, str) for item in path) else "others"
     )

@@ -26,6 +26,7 @@ from functional_ckpt.spec.mesh import Mesh
 from functional_ckpt.spec.placement import Replicate, Shard
 from functional_ckpt.spec.sharding import Sharding, ShardSpec
 from functional_ckpt.spec.tree import DictKey
+from functional_ckpt.store.encoding import MANIFEST
 from functional_ckpt.testing.simulate import try_ranks
 from property_tests.memories import ByRank
 from property_tests.test_roundtrip import directory, tree_bytes
@@ -134,17 +135,19 @@ class World:
 
 
 POLICIES = st.builds(
-    lambda target, least, replicas, replicated, commit, budget: SavePolicy(
-        layout=LayoutPolicy(target_chunk_nbytes=target, min_chunk_nbytes=least), replicas=replicas,
+    lambda target, least, codecs, replicas, replicated, commit, budget, consolidate: SavePolicy(
+        layout=LayoutPolicy(target_chunk_nbytes=target, min_chunk_nbytes=least, codecs=codecs), replicas=replicas,
         replicated=replicated, commit=commit, budget_nbytes=budget, durability="none",
-        object_codec="torch" if torch else None,
+        object_codec="torch" if torch else None, consolidate=consolidate,
     ),
     st.sampled_from([4, 16, 2**20]),
     st.sampled_from([0, 2**20]),
+    st.sampled_from([(), (), (("", ("crc32c",)),)]),
     st.sampled_from(["elect", "declared"]),
     st.sampled_from(["check", "trust"]),
     st.sampled_from(["rename", "marker"]),
     st.sampled_from([64, 2**20]),
+    st.booleans(),
 )  # fmt: skip
 WORLDS = st.builds(
     World,
@@ -204,6 +207,7 @@ class Memories(ByRank):
             if raised:
                 return raised
             assert functional_ckpt.verify(path).ok
+            assert (path / MANIFEST).read_bytes() == found[0].to_json(), "what is remembered of the text is another's"
             return tree_bytes(path)
 
 

@@ -33,6 +33,7 @@ def test_a_renaming_that_is_named_finds_what_it_says(wanted, stored):
 
 
 @given(KEYS.filter(bool), st.sampled_from(["module", "_orig_mod", "net.module"]), st.booleans())
+@example(frozenset(["module.state.0.module", "state"]), "module", False)
 def test_a_prefix_that_one_side_has_is_found_out(keys, prefix, is_wanted):
     longer = frozenset(f"{prefix}.{key}" for key in keys)
     wanted, stored = (longer, keys) if is_wanted else (keys, longer)
@@ -40,6 +41,26 @@ def test_a_prefix_that_one_side_has_is_found_out(keys, prefix, is_wanted):
         return
     problems = missing_problems(sorted(wanted), (), stored, (), False)
     assert all("which finds every key" in str(problem) for problem in problems)
+
+
+@given(KEYS.filter(bool), st.sampled_from(["module", "_orig_mod"]), st.sampled_from(["aaa", "ema", "zzz"]))
+@example(frozenset(["0.weight"]), "module", "ema")
+def test_a_renaming_leads_to_the_keys_of_the_same_name_and_not_to_a_copy_of_them(keys, prefix, copy):
+    wanted = frozenset(f"model.{prefix}.{key}" for key in keys)
+    stored = frozenset(f"{name}.{key}" for name in ("model", copy) for key in keys)
+    if wanted & stored:
+        return
+    for problem in missing_problems(sorted(wanted), (), stored, (), False):
+        named = f"{{'model.{prefix}': 'model'}}"
+        assert str(problem).endswith(f"Pass LoadPolicy(rename={named}), which finds every key")
+
+
+@given(KEYS.filter(bool))
+def test_all_renamings_that_are_as_good_are_named(keys):
+    wanted, stored = (frozenset(f"{name}.{key}" for key in keys for name in names) for names in (["net"], ["ema", "x"]))
+    for problem in missing_problems(sorted(wanted), (), stored, (), False):
+        assert "'net': 'ema'" in str(problem)
+        assert "'net': 'x'" in str(problem)
 
 
 @given(st.integers(9, 5000), st.text("abc.", max_size=30), st.booleans())

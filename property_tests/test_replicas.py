@@ -20,6 +20,7 @@ from functional_ckpt.testing import strategies as fst
 WORLDS = fst.array_specs("w").flatmap(fst.shardings)
 RULES = st.sampled_from(["declared", "elect"])
 SCALAR = ArraySpec("w", (), "int8")
+EMPTY = ArraySpec("w", (0,), "int8")
 
 
 @given(WORLDS, RULES)
@@ -55,28 +56,37 @@ def relabelled(draw):
 
 @given(relabelled())
 @example(World([[ShardSpec(SCALAR, SCALAR.box, 0, (0, 1)), ShardSpec(SCALAR, SCALAR.box, 1, (0, 0))]]))
+@example(World([[ShardSpec(EMPTY, EMPTY.box, 1)]]))
+@example(World([[ShardSpec(EMPTY, EMPTY.box, 1)], [ShardSpec(EMPTY, EMPTY.box)]]))
 def test_r2_declared_accepts_exactly_one_main_replica_per_cell(world):
     (holders,) = world.by_key().values()
     mains = Counter(shard.identity for _, _, shard in holders if shard.is_main)
+    main_ranks = {rank for rank, _, shard in holders if shard.is_main}
     full = {shard.identity for _, _, shard in holders if shard.size}
     # An array without cells only needs somebody who writes its metadata.
     valid = all(mains[identity] == 1 for identity in full) and (full or mains)
     event(f"valid: {bool(valid)}")
-    problems = refused(world)
+    plan, problems = planned(world)
     assert bool(valid) == (not problems)
-    for problem in problems:
-        assert problem.key == "w"
-        assert set(problem.rank) <= {rank for rank, _, _ in holders}
+    # Where a shard has no main replica, that is not told as a gap besides.
+    assert all((type(problem), problem.key) == (ReplicaError, "w") for problem in problems)
+    several = [problem for problem in problems if "two main" in problem.what]
+    assert bool(several) == any(mains[identity] > 1 for identity in full)
+    assert (len(several) < len(problems)) == (not all(mains[i] for i in full) or not (full or mains))
+    assert all(len(problem.rank) > 1 and main_ranks.issuperset(problem.rank) for problem in several)
+    assert all({*problem.rank} <= {rank for rank, _, _ in holders} for problem in problems)
+    if plan is not None:
+        assert {header.rank for header in plan.headers} <= main_ranks
 
 
-def refused(world):
+def planned(world):
+    """Return the plan, or None and the problems."""
     try:
-        plan_save(world, LayoutPolicy(), "declared")
+        return plan_save(world, LayoutPolicy(), "declared"), []
     except ReplicaError as error:
-        return [error]
+        return None, [error]
     except CheckpointErrors as group:
-        return list(group.exceptions)
-    return []
+        return None, list(group.exceptions)
 
 
 @given(WORLDS, RULES, st.randoms(use_true_random=False))

@@ -2,10 +2,13 @@
 
 import math
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from functional_ckpt.errors import PolicyError
 from functional_ckpt.plan.retention import (
+    STEP,
     KeepAny,
     KeepBest,
     KeepEvery,
@@ -13,6 +16,7 @@ from functional_ckpt.plan.retention import (
     StepInfo,
     best_of,
     metrics_of,
+    needs_metrics,
     step_attributes,
     steps_to_remove,
 )
@@ -112,3 +116,22 @@ def test_the_best_has_no_better(run, mode):
 def test_metrics_come_back(metrics):
     found = metrics_of(step_attributes(3, metrics))
     assert {n: repr(v) for n, v in found.items()} == {n: repr(v) for n, v in metrics.items()}
+
+
+@pytest.mark.parametrize("metrics", [{"a": "low"}, {"a": b"1"}, {"a": None}, {"a": 10**400}, {3: 0.5}, [("a", 1)]])
+def test_metrics_that_are_no_numbers_by_name_are_refused(metrics):
+    with pytest.raises(PolicyError, match="metric"):
+        step_attributes(3, metrics)
+
+
+def test_what_no_save_has_written_hides_no_metric():
+    assert metrics_of({STEP: {"step": 3, "metrics": {"a": 1, "b": "low", "c": [], "d": "inf"}}}) == {
+        "a": 1,
+        "d": math.inf,
+    }
+
+
+def test_a_rule_needs_metrics_if_it_looks_at_them():
+    assert [needs_metrics(keep) for keep in (None, KeepLast(1), KeepEvery(2), KeepBest("a"))] == [False] * 3 + [True]
+    with pytest.raises(PolicyError, match="KeepBest does not accept this metric"):
+        KeepBest(3)

@@ -7,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from functional_ckpt.errors import DuplicateKeyError, ReplicaError
-from functional_ckpt.plan.manifest import ValueEntry, canonical
+from functional_ckpt.plan.manifest import ValueEntry
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.plan.state import ArrayLeaf, LocalState, content_problems, merge_structures, with_values
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.tree import flatten, key_of, unflatten

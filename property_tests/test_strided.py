@@ -92,6 +92,20 @@ def test_parts_of_one_array_overlap_where_they_hold_one_cell(case):
             assert (late in seen) == any(held[late] & held[i] for i in earlier)
 
 
+@pytest.mark.parametrize("strides", [(8192, 4), (4, 4096), (-8192, 4), (4, -4096), (8, 8192)])
+def test_strides_alone_prove_that_a_large_view_does_not_overlap_itself(strides):
+    assert not View(2**30, (1024, 2048), strides, 4).overlaps_itself
+    assert View(2**30, (1025, 2049), strides, 4).overlaps_itself
+
+
+def test_elements_are_listed_up_to_a_number_of_them(monkeypatch):
+    view = View(64, (2, 3), (5, 4), 1)  # its strides prove nothing
+    monkeypatch.setattr(strided, "MAX_LISTED_ELEMENTS", 6)
+    assert not view.overlaps_itself
+    monkeypatch.setattr(strided, "MAX_LISTED_ELEMENTS", 5)
+    assert view.overlaps_itself
+
+
 def test_what_is_too_hard_to_tell_is_said_to_overlap(monkeypatch):
     monkeypatch.setattr(strided, "_MAX_WORK", 1)
     monkeypatch.setattr(strided, "MAX_LISTED_ELEMENTS", 1)

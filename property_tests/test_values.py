@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import functional_ckpt
 from functional_ckpt.errors import CheckpointError
-from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.store.data_types import DATA_DECODERS
 from functional_ckpt.store.values import MAX_INLINE_NBYTES, decode_text, decode_value, encode_value, plain_text
 from functional_ckpt.testing import strategies as fst

@@ -92,6 +92,17 @@ def test_a_problem_of_one_rank_names_that_rank(tmp_path, problems_of):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [(np.ones(3), "found (3,). Parts of one array need its global shape"), (np.ones(2, "f4"), "one data type on all")],
+    ids=["shape", "data type"],
+)
+def test_ranks_that_hold_other_arrays_under_one_key_are_told_what_to_do(other, words, tmp_path, problems_of):
+    arrays = (np.ones(2), other)
+    for problems in run_ranks(2, lambda g: problems_of(save, {"a": arrays[g.rank]}, tmp_path / "a", process_group=g)):
+        assert words in str(problems[0])
+
+
 def test_one_key_with_two_paths_on_two_ranks(tmp_path, problems_of):
     states = [{"a": {"b": np.ones(1)}}, {"a.b": np.ones(1)}]
     for problems in run_ranks(2, lambda g: problems_of(save, states[g.rank], tmp_path / "a", process_group=g)):
@@ -166,6 +177,22 @@ def test_tensors_without_a_representation(refused):
         "meta": kind, "sparse": kind, "csr": kind, "quantized": kind, "complex32": dtype, "float4": dtype,
         "nested": kind,
     }  # fmt: skip
+
+
+def test_tensors_whose_storage_was_freed(refused, tmp_path, problems_of):
+    """FSDP gives back the storage of gathered parameters, whose shape stays: to read one ends the process."""
+    torch = pytest.importorskip("torch")
+    whole, part, narrow = torch.ones(8), torch.ones(8), torch.ones(8).bfloat16()
+    state = {"whole": whole, "part": part[4:], "narrow": narrow, "cut": (cut := torch.ones(64))[32:].reshape(4, 8).t()}
+    for tensor in (whole, part, narrow):
+        tensor.untyped_storage().resize_(0)
+    cut.untyped_storage().resize_(64)
+    spread, empty = torch.ones(1).expand(8), torch.empty(0)
+    found = refused({**state, "spread": spread, "empty": empty})
+    assert sorted(names(found)) == [("UnsupportedLeafError", key) for key in sorted(state)]
+    save({key: np.ones(tensor.shape, "f4") for key, tensor in state.items()}, tmp_path / "a")
+    problems = problems_of(load, state, tmp_path / "a", policy=LoadPolicy(cast="any"))
+    assert sorted(names(problems)) == sorted(names(found))
 
 
 KEYS = {
@@ -316,6 +343,7 @@ def test_a_disk_that_fills_up(commit, at, tmp_path, problems_of, monkeypatch):
     monkeypatch.undo()
     assert type(problem).__name__ == "StorageError"
     assert "No space left" in str(problem)
+    assert problem.path.startswith(str(tmp_path))  # which of the disks is full
     assert [p for p in tmp_path.rglob("*") if p != tmp_path / "a"] == []
     save({"w": np.ones(50)}, tmp_path / "a", policy=policy)
     assert verify(tmp_path / "a").ok

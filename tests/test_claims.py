@@ -1,15 +1,17 @@
 """Who lives: claims, ranks that are late, and what ranks see of one another."""
 
 import fcntl
+import gc
 import os
 import struct
 import threading
 import traceback
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from functional_ckpt import LayoutPolicy, SavePolicy, errors, load, save, sweep, verify
+from functional_ckpt import LayoutPolicy, SavePolicy, api, errors, load, save, sweep, verify
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, CorruptionError, RankFailedError, StorageError
 from functional_ckpt.plan.layout import ArrayPlan, Layout
 from functional_ckpt.spec.array import ArraySpec
@@ -56,6 +58,38 @@ def test_a_claim_goes_before_its_lock(tmp_path, monkeypatch):
         seen.clear()
         second.release()
     assert seen == [False, False]
+
+
+def test_a_claim_that_nobody_refers_to_is_dead(tmp_path):
+    claim = Claim.take(tmp_path / ".x.claim", "1f")
+    child = os.fork()
+    if not child:  # it has the object too, but the save goes on in its parent
+        del claim
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert state_of(tmp_path / ".x.claim") == "live"
+    del claim
+    assert state_of(tmp_path / ".x.claim") == "dead"
+    first = Claim.take_in_memory("memory://x")
+    first.release()
+    second = Claim.take_in_memory("memory://x")
+    del first
+    with pytest.raises(AlreadyExistsError):
+        Claim.take_in_memory("memory://x")
+    del second
+    Claim.take_in_memory("memory://x").release()
+
+
+@pytest.mark.parametrize("policy", [FAST, MARKER], ids=["rename", "marker"])
+def test_what_an_interrupt_between_two_steps_leaves_goes_with_the_next_save(policy, tmp_path):
+    """Ctrl-C may come when no step has begun yet that would clean up."""
+    with patch.object(api, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        save(state(1), tmp_path / "a", policy=policy)
+    gc.collect()  # the error refers to what was prepared
+    save(state(2), tmp_path / "a", policy=policy)
+    assert step_of(tmp_path / "a") == 2
+    assert [item.name for item in tmp_path.iterdir()] == ["a"]
+    assert not [*(tmp_path / "a").glob(".*")]
 
 
 @pytest.mark.parametrize("name", [f".{'a' * 16}.{ID}.claim", f".{ID}.claim"])

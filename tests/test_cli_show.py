@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import functional_ckpt as fc
-from functional_ckpt.cli import content, main
+from functional_ckpt.cli import content, facts, main, tables
+from functional_ckpt.cli.screen import Screen
 from functional_ckpt.show import bar
 from functional_ckpt.spec.array import DTYPES
 from functional_ckpt.store.encoding import numpy_dtype
@@ -88,6 +89,15 @@ def test_histogram(capsys, stored, values, counts):
     found = show_json(capsys, path, "w")["histogram"]
     assert (found and found["counts"]) == counts
     show(capsys, path, "w")
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, None])
+def test_a_bar_of_a_histogram_is_on_the_line_of_its_count(stored, width):
+    found = facts.leaf(fc.open_checkpoint(stored(np.linspace(-0.123, 12345.6, 1000))), "w")
+    lines = tables.leaf(Screen(width, False, True), found)
+    rows = [line for line in lines if " to " in line]
+    assert len(rows) == 10
+    assert all(line.endswith("█") and len(line) <= (width or 99) for line in rows)
 
 
 def test_large_numbers_overflow_to_nothing(capsys, stored):

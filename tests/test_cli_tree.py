@@ -63,7 +63,7 @@ model                      1,116  3.0 KiB  36 arrays: float16,
                                            float32, float64
 ├─ embed.weight               40    160 B  float32 [10, 4]
 ├─ layers                  1,072  2.8 KiB  34 arrays: float16,
-                                           float32
+│                                          float32
 └─ norm                        4     32 B  float64 [4]
 optim                                      3 values
 ├─ betas                                   (0.9, 0.99)
@@ -143,6 +143,21 @@ def test_hostile_keys_cannot_steer_the_terminal(width):
     text = tables.tree(Screen(width, False, True), outline([Leaf(key, "\x1b]0;x\x07", 1, 1)]), None, True)
     assert all(line.isprintable() for line in text)
     assert all(line.isprintable() for line in columns(Screen(width), ("a", "b"), "<<", [(key, key)]))
+
+
+def test_a_name_that_is_broken_keeps_its_place_in_the_tree():
+    keys = (f"{name}.{key}" for name in ("bias", "weight") for key in ("exponential_average", "step"))
+    leaves = [Leaf(f"optim.state.{key}", "float32 [5, 13]", 65, 260) for key in keys]
+    assert [line[:20].rstrip() for line in tables.tree(Screen(50, False, True), outline(leaves), None, True)[1:9]] == [
+        "optim.state",
+        "├─ bias",
+        "│  ├─ exponential_av",
+        "│  │  erage",
+        "│  └─ step",
+        "└─ weight",
+        "   ├─ exponential_av",
+        "   │  erage",
+    ]
 
 
 def test_wide_characters_are_counted_as_wide():

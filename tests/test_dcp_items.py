@@ -13,12 +13,21 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402 - it needs torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner  # noqa: E402 - it needs torch
-from torch.distributed.checkpoint.metadata import MetadataIndex  # noqa: E402 - it needs torch
+from torch.distributed.checkpoint.metadata import (  # noqa: E402 - it needs torch
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.utils import find_state_dict_object  # noqa: E402 - it needs torch
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402 - it needs torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402 - it needs torch
 
+from functional_ckpt.plan.layout import Layout  # noqa: E402 - torch is looked for first
+from functional_ckpt.plan.manifest import ArrayEntry, Manifest  # noqa: E402 - torch is looked for first
+from functional_ckpt.spec.array import ArraySpec  # noqa: E402 - torch is looked for first
 from functional_ckpt.torch.dcp import items  # noqa: E402 - it needs torch
+from functional_ckpt.torch.dcp.bridge import stored_metadata  # noqa: E402 - it needs torch
 from functional_ckpt.torch.dcp.resolving import is_stock, local_tensor  # noqa: E402 - it needs torch
 from functional_ckpt.torch.dcp.storage_writer import ZarrStorageReader, ZarrStorageWriter  # noqa: E402 - it needs torch
 
@@ -137,3 +146,17 @@ def test_the_local_part_of_a_dtensor_is_the_memory_that_dcp_finds():
         assert found["sums"] is found["plain"] is found["none"] is None  # of sums DCP has an error
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_metadata_that_were_read_share_nothing_that_can_be_changed():
+    specs = [ArraySpec(key, (4,), "int8") for key in "ab"]
+    layout = Layout("exclusive", (4,), (), "int8")
+    manifest = Manifest(tuple(ArrayEntry(spec, layout, bytes(16)) for spec in specs))
+    plain = TensorStorageMetadata(
+        TensorProperties(torch.int8), torch.Size([4]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+    )
+    for _ in range(2):
+        found = stored_metadata(manifest, None).state_dict_metadata
+        assert found == {"a": plain, "b": plain}
+        found["a"].chunks[0].sizes = found["a"].properties.dtype = None
+        assert found["b"] == plain

@@ -183,7 +183,8 @@ def test_results_of_a_plan_are_short_and_none_is_made_on_the_way():
     assert len(reported([arrived])[torch.Size([0])]) == 2000
     assert len(gc.get_objects()) - before < 100
     assert "items" not in vars(plan)
-    assert len(pickle.dumps(arrived)) < len(pickle.dumps(list(arrived))) / 2
+    made = list(arrived)
+    assert max(len(pickle.dumps(short)) for short in (arrived, PackedResults(made))) < len(pickle.dumps(made)) / 2
 
 
 @ways
@@ -258,6 +259,32 @@ def test_items_of_another_kind_travel_as_dcp_sends_them(travelled, items):
     assert found == SavePlan(items)
     assert type(found) is SavePlan
     assert pickle.dumps(found.items) == pickle.dumps(here(items))
+
+
+@dataclass(frozen=True)
+class NamedResult(WriteResult):
+    more: str = "of mine"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        NamedResult(MetadataIndex("b"), 8, None),
+        WriteResult(NamedIndex("b"), 8, None),
+        WriteResult(MetadataIndex("b"), 8, ["a list has no hash"]),
+    ],
+)
+@ways
+def test_results_of_another_kind_travel_as_dcp_sends_them(travelled, other):
+    results = [WriteResult(MetadataIndex("a"), 8, None), other]
+    assert travelled(PackedResults(results)) == results
+
+
+def test_items_of_another_kind_have_results_too():
+    plan = SavePlan([shard("a"), NamedItem(NamedIndex("b"), WriteItemType.BYTE_IO)])
+    found = results_of(planned_items(plan), [4, 8])
+    assert reported([found]) == {torch.Size([0]): {"a"}, None: {"b"}}
+    assert found == [WriteResult(item.index, each, None) for item, each in zip(plan.items, [4, 8], strict=True)]
 
 
 @pytest.mark.parametrize("kind", packed._COUNTS, ids=lambda kind: kind.__name__)

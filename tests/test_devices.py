@@ -106,7 +106,7 @@ def device():
     """Let tensors be on such a device; return what is called for it, and the copier."""
     api = Far.api = Api()
     copier = DeviceCopier(torch.device("cpu"), api)
-    far = patch.object(tensors, "_buffer", lambda tensor: DeviceBuffer(tensor.as_subclass(Far)))
+    far = patch.object(tensors, "_buffer", lambda key, tensor, _=None: DeviceBuffer(tensor.as_subclass(Far)))
     with far, patch.object(tensors, "copier_of", lambda device: copier):
         yield api
 
@@ -153,7 +153,7 @@ def test_a_forked_child_has_no_device(device, tmp_path):
 def test_what_the_device_computes_comes_first(device):
     tensor = torch.zeros(4)
     device.main.todo.append(lambda: tensor.fill_(3))
-    [copy] = staged([tensors._buffer(tensor)], [4], StagingPool())
+    [copy] = staged([tensors._buffer("w", tensor)], [4], StagingPool())
     assert copy.get((4,), 0, WHOLE).tolist() == [3] * 4
 
 
@@ -170,7 +170,7 @@ def test_a_copy_that_fails_does_not_let_others_go_on(where, device):
         return before(buffer, *arguments)
 
     before = getattr(type(broken), name)
-    good = tensors._buffer(torch.ones(4))
+    good = tensors._buffer("w", torch.ones(4))
     with patch.object(type(broken), name, fail), pytest.raises(KeyboardInterrupt):
         staged([good, broken], [4, 3], pool)
     assert not device.streams[0].todo
@@ -181,7 +181,7 @@ def test_a_copy_that_fails_does_not_let_others_go_on(where, device):
 def test_memory_that_cannot_be_pinned_does_too(tmp_path):
     api = Far.api = Api(refuses=True)
     copier = DeviceCopier(torch.device("cpu"), api)
-    far = patch.object(tensors, "_buffer", lambda tensor: DeviceBuffer(tensor.as_subclass(Far)))
+    far = patch.object(tensors, "_buffer", lambda key, tensor, _=None: DeviceBuffer(tensor.as_subclass(Far)))
     with far, patch.object(tensors, "copier_of", lambda device: copier):
         async_save(far_state(3), tmp_path / "a", policy=FAST).result()
     assert set(np.unique(open_checkpoint(tmp_path / "a")["w"][...])) == {3}
@@ -190,7 +190,7 @@ def test_memory_that_cannot_be_pinned_does_too(tmp_path):
 
 def test_a_device_without_streams_is_copied_by_the_host(device):
     with patch.object(tensors, "copier_of", lambda device: None):
-        [copy] = staged([tensors._buffer(torch.arange(4))], [4], StagingPool())
+        [copy] = staged([tensors._buffer("w", torch.arange(4))], [4], StagingPool())
     assert copy.get((4,), 0, WHOLE).tolist() == [0, 1, 2, 3]
     assert not device.streams
 

@@ -1,5 +1,7 @@
 """What is remembered from save to save, or found by a shorter way, is what the long way gives: fact by fact, twice."""
 
+import copy
+import pickle
 import warnings
 from itertools import combinations
 
@@ -7,8 +9,12 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from functional_ckpt.errors import CheckpointError
+from functional_ckpt.plan.derived import Deriving
 from functional_ckpt.plan.layout import Layout
 from functional_ckpt.run.leaves import LocalShards, NumpyLeaves, adapter_of
 from functional_ckpt.spec.array import ArraySpec, known_spec
@@ -30,6 +36,30 @@ SHARDS = [SHARD, *({**SHARD, **fact} for fact in (
 LAYOUTS = [LAYOUT, *(attrs.evolve(LAYOUT, **fact) for fact in (
     {"chunk": (1, 2)}, {"codecs": ("zstd:3",)}, {"codecs": ("zstd:4",)}, {"stored": "uint16"},
 ))]  # fmt: skip
+
+
+@attrs.frozen
+class Number(Deriving):
+    """A value that keeps what is made of it."""
+
+    of: int
+
+
+def added(number, more):
+    return [number.of + more]
+
+
+def test_what_is_derived_is_kept_with_one_value_and_for_all_arguments():
+    one = Number(1)
+    assert [one.derived(added, more) for _ in range(2) for more in (1, 2)] == [[2], [3]] * 2
+    assert one.derived(added, 1) is one.derived(added, 1)
+    assert one == Number(1)
+    # Another value, however it came to be, makes its own.
+    for other in (Number(1), attrs.evolve(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert other.derived(added, 1) == [2]
+        assert other.derived(added, 1) is not one.derived(added, 1)
+    assert attrs.evolve(one, of=5).derived(added, 1) == [6]
+    assert pickle.dumps(one) == pickle.dumps(Number(1)), "what is derived travels with the value"
 
 
 def test_a_known_shard_is_the_shard():
@@ -97,9 +127,23 @@ def test_a_tensor_is_described_as_if_all_was_asked(kind):
 
     def ask_all():
         tensors._check_readable("w", tensor, 0)
-        return tensors.dtype_name_of("w", tensor), tensors._buffer(tensors._resolved(tensor))
+        return tensors.dtype_name_of("w", tensor), tensors._buffer("w", tensors._resolved(tensor))
 
     assert told(lambda: tensors.readable("w", tensor, 0)) == told(ask_all)
+
+
+def test_a_part_of_a_mesh_is_known_by_the_rank_too():
+    """A process may join another group later, with another rank: the same part of the mesh is then other ranks."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    for rank, ranks in ((0, (0, 1)), (2, (2, 3)), (0, (0, 1))):
+        dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=4)
+        try:
+            rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "rows"))["rows"]
+            held = tensors.TORCH_LEAVES.hold("w", DTensor.from_local(ONES, rows, [Shard(0)], run_check=False), rank)
+        finally:
+            dist.destroy_process_group()
+        assert held.sharding.mesh.ranks == ranks
+        assert [shard.box.shape for shard in held.all_shards(rank)] == [ONES.shape]
 
 
 def test_leaves_of_each_kind_have_their_adapter():

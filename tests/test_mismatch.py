@@ -47,6 +47,15 @@ def test_strict_false_loads_what_fits_and_warns_once_a_side(large):
         load(like, large, policy=LoadPolicy(strict="ignore"))
 
 
+def test_a_new_key_is_told_how_to_stay_and_takes_no_key_of_another(tmp_path, fast, problems_of):
+    save({"model": {"2.bias": np.ones(4), "wieght": np.ones(4)}}, tmp_path / "a", policy=fast)
+    like = {"model": {"2.bias": np.ones(4), "lora.a": np.ones(4), "weight": np.ones(4)}}
+    new, misspelt, _ = problems_of(load, like, tmp_path / "a")
+    keep = "Pass LoadPolicy(strict=Strict(missing='ignore')) to keep what `like` holds"
+    assert str(new) == f"the checkpoint has no such key: key 'model.lora.a'. {keep}"
+    assert str(misspelt).endswith(f"key 'model.weight'. Did you mean 'model.wieght'? {keep}")
+
+
 def optimizer(*names):
     """Return what optimizers call their state, of parameters with these names."""
     return {

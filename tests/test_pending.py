@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import numpy as np
 import pytest
@@ -232,6 +232,37 @@ def test_a_start_that_is_interrupted_runs_a_save_once(tmp_path, monkeypatch):
     assert pending.start(lambda: work(1), Tracker(), lane).result(60) == 1
     assert threading.Thread.join(started[0]) is None
     assert ran == [0, 1]
+
+
+def test_an_interrupt_before_there_is_a_thread_does_not_stop_later_saves():
+    ran, lane = [], object()
+    with patch.object(pending.threading, "Thread", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        pending.start(lambda: ran.append(0), Tracker(), lane)
+    pending.start(lambda: ran.append(1), Tracker(), lane).result(30)
+    assert ran == [0, 1]
+
+
+def test_an_interrupt_where_no_save_takes_it_does_not_stop_later_saves():
+    """Without a thread saves run in the caller's, and Ctrl-C may come between two of them."""
+    ran, lane = [], object()
+    no_thread = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+
+    def queued():
+        pending.start(lambda: ran.append(2), Tracker(), lane)
+        ran.append(1)
+
+    twice = patch.object(pending, "_next", wraps=pending._next, side_effect=[DEFAULT] + 2 * [KeyboardInterrupt])
+    with no_thread, twice, pytest.raises(KeyboardInterrupt):
+        pending.start(queued, Tracker(), lane)
+    assert ran == [1]
+    pending.wait_for_all()
+    assert ran == [1, 2]
+    with no_thread, patch.object(pending._Job, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        pending.start(queued, Tracker(), lane)
+    pending.wait_for_all()
+    assert ran == [1, 2]
+    pending.start(lambda: ran.append(3), Tracker(), lane).result(30)
+    pending.refuse_while_running()
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -5,13 +5,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from functional_ckpt import SavePolicy, errors, save, sweep, verify
+from functional_ckpt import Checkpoints, KeepLast, SavePolicy, errors, save, sweep, verify
 from functional_ckpt.plan.retention import step_attributes
+from functional_ckpt.run import shelf
 from functional_ckpt.store import steps
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.steps import find_steps, pin_step, read_step, remove_step, step_path, unpin_step
@@ -205,6 +208,49 @@ def test_a_process_that_lists_steps_imports_neither_torch_nor_tensorstore(tmp_pa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[1] 1 set()\n"
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_an_interrupt_while_removals_begin_is_made_up_for(began, tmp_path):
+    begin = threading.Thread.start
+
+    def interrupted(thread):
+        if began:
+            begin(thread)
+            thread.join()
+        raise KeyboardInterrupt
+
+    with Checkpoints(tmp_path, keep=KeepLast(1), policy=FAST) as checkpoints:
+        checkpoints.save(1, STATE)
+        with patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, STATE)
+        assert checkpoints.steps() == ((2,) if began else (1, 2))
+        checkpoints.save(3, STATE)
+    assert checkpoints.steps() == (3,)
+    assert [item.name for item in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_step_whose_removal_ends_while_steps_are_listed_is_not_among_them(tmp_path):
+    may_go, removed = threading.Event(), threading.Event()
+
+    def remove(*arguments, real=shelf.remove_step):
+        assert may_go.wait(60)
+        real(*arguments)
+
+    def find(*arguments, real=shelf.find_steps):
+        found = real(*arguments)
+        may_go.set()
+        checkpoints._keeper.shelf._thread.join()
+        removed.set()
+        return found
+
+    with Checkpoints(tmp_path, keep=KeepLast(1), policy=FAST) as checkpoints:
+        with patch.object(shelf, "remove_step", remove):
+            for step in (1, 2):
+                checkpoints.save(step, STATE)
+            with patch.object(shelf, "find_steps", find):
+                assert checkpoints.steps() == (2,)
+        assert removed.is_set()
 
 
 if __name__ == "__main__":

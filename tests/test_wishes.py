@@ -1,5 +1,6 @@
 """What a caller asks for is done or refused, by words that say what to write instead."""
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -220,6 +221,8 @@ LEAVES = {
     "a module": (Model(), "Save its state_dict()"),
     "a tuple of arrays": ((np.ones(2), np.array([None])), "Make the tuple a list"),
     "a generator": ((array for array in [np.ones(2)]), "Make it a list"),
+    "an iterator without an end": (itertools.count(), "Save what it holds as plain values"),
+    "an array of text": (np.array(["a"]), "found <U1. Save its tolist(), or view it as a data type of the same width"),
     "a mapping": (type("Settings", (dict,), {})(a=1), "Make it a dict"),
     "a function": (len, "SavePolicy(object_codec='torch')"),
 }
@@ -230,6 +233,32 @@ def test_leaves_that_cannot_be_saved(name, here, problems_of):
     leaf, remedy = LEAVES[name]
     (problem,) = problems_of(save, {"a": leaf}, "a")
     assert remedy in str(problem)
+
+
+def test_a_path_that_holds_nothing_names_the_checkpoints_beside_it(tmp_path, fast, problems_of):
+    for name in ("step-00000003", "step-00000012", "step-00000020", "step-00000030", "old"):
+        save({"a": 1}, tmp_path / "run" / name, policy=fast)
+    (tmp_path / "run" / "step-00000011").mkdir()
+    (problem,) = problems_of(load, {"a": 0}, tmp_path / "run" / "step-00000002")
+    near = "step-00000030, step-00000020, step-00000012"
+    assert str(problem).endswith(f"found nothing. Check the path: beside it are checkpoints, such as {near}")
+    (problem,) = problems_of(load, {"a": 0}, tmp_path / "rum" / "old")
+    assert str(problem).endswith("found nothing. Check the path")
+
+
+def test_two_keys_that_look_alike_are_told_as_they_are_written(here, problems_of):
+    for state, words in (
+        ({"a": {1: 3, "1": 4}}, "key 'a.1', expected state['a'][1], found state['a']['1']. Rename one"),
+        ({"a": {"b": 3}, "a.b": np.ones(1)}, "key 'a.b', expected state['a']['b'], found state['a.b']. Rename one"),
+    ):
+        (problem,) = problems_of(save, state, "a")
+        assert words in str(problem)
+
+
+def test_an_object_that_cannot_be_pickled_is_told_the_way_out(here, problems_of):
+    pytest.importorskip("torch")
+    (problem,) = problems_of(save, {"a": lambda: 0}, "a", policy=SavePolicy(object_codec="torch"))
+    assert str(problem).endswith("Save what it holds as plain values, or leave it out of the state")
 
 
 def test_arrays_that_a_checkpoint_does_not_have(saved):

@@ -14,6 +14,8 @@ __all__ = ["Screen", "columns", "facts", "write"]
 _BOLD, _DIM, _END = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 #: The least that is left of the first and of the last column on a narrow terminal.
 _LEAST_COLUMNS = 20
+#: The least that is left of a name in a tree, before the lines of the tree are given up.
+_LEAST_NAME = 6
 
 
 @attrs.frozen
@@ -77,7 +79,8 @@ def _lines(row: Sequence[str], widths: Sequence[int], sides: str) -> list[str]:
         return [_line(row, widths, sides).rstrip()]
     first, last = _at_dots(row[0], widths[0]), _anywhere(row[-1], widths[-1])
     height = max(len(first), len(last))
-    first, last = ([*part, *[""] * (height - len(part))] for part in (first, last))
+    first = [*first, *[_guides(row[0])[1]] * (height - len(first))]
+    last = [*last, *[""] * (height - len(last))]
     middle = [list(row[1:-1]), *([""] * (len(row) - 2) for _ in range(height - 1))]
     return [_line([a, *b, c], widths, sides).rstrip() for a, b, c in zip(first, middle, last, strict=True)]
 
@@ -90,13 +93,24 @@ def _line(row: Sequence[str], widths: Sequence[int], sides: str) -> str:
     return "  ".join(padded)
 
 
+def _guides(key: str) -> tuple[str, str]:
+    """Return the lines of a tree before a name, and what continues them beside its second line."""
+    guides = key[: len(key) - len(key.lstrip(" │├└─"))]
+    return guides, guides.translate({ord("├"): "│", ord("└"): " ", ord("─"): " "})
+
+
 def _at_dots(key: str, width: int) -> list[str]:
+    guides, others = _guides(key)
+    room = width - cells(guides)
+    if room < _LEAST_NAME:
+        guides, others, room = "", "", width
     lines = [""]
-    for part in key.replace(".", ".\0").split("\0"):
-        if lines[-1].strip() and cells(lines[-1]) + cells(part) > width:
-            lines.append("  ")
+    for part in key[len(guides) :].replace(".", ".\0").split("\0"):
+        if lines[-1].strip() and cells(lines[-1]) + cells(part) > room:
+            lines.append("" if guides else "  ")
         lines[-1] += part
-    return [piece for line in lines for piece in _anywhere(line, width)]
+    pieces = [piece for line in lines for piece in _anywhere(line, room)]
+    return [guides + pieces[0], *(others + piece for piece in pieces[1:])]
 
 
 def _anywhere(text: str, width: int) -> list[str]:

@@ -20,6 +20,8 @@ _MOST_RANKS = 8
 #: Rows of a tree that nobody has asked for more of: what two pages hold.
 _MOST_ROWS = 100
 _BAR_CELLS = 30
+#: What stands beside a bar on its line, besides the name and the count: "  histogram  " and two gaps.
+_BESIDE_BARS = 17
 
 
 def listing(screen: Screen, found: Facts) -> Lines:
@@ -154,7 +156,8 @@ def _histogram(screen: Screen, found: Facts | None) -> str:
     names = [str(e) for e in edges] if found["whole"] else [f"{a:.3g} to {b:.3g}" for a, b in pairwise(edges)]
     width, wide, most = max(map(len, names)), max(map(len, counts)), max(found["counts"])
     bar = "█" if screen.lines else "#"
-    bars = [bar * -(-n * _BAR_CELLS // most) for n in found["counts"]]
+    room = _BAR_CELLS if screen.width is None else screen.width - width - wide - _BESIDE_BARS
+    bars = [bar * -(-n * max(1, min(_BAR_CELLS, room)) // most) for n in found["counts"]]
     return "\n".join(f"{a:>{width}}  {n:>{wide}}  {b}" for a, n, b in zip(names, counts, bars, strict=True))
 
 

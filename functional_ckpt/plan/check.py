@@ -25,8 +25,8 @@ def check_conflicts(conflicts: Iterable[Conflict]) -> list[ProblemError]:
     Examples
     --------
     >>> a, b = ArraySpec("w", (2,), "int8"), ArraySpec("w", (3,), "int8")
-    >>> print(check_conflicts([Conflict(0, a, 3, b)])[0])
-    ranks disagree about the shape of an array: key 'w', rank (0, 3), expected (2,), found (3,)
+    >>> print(check_conflicts([Conflict(0, a, 3, b)])[0])  # doctest: +ELLIPSIS
+    ranks disagree about the shape of an array: key 'w', rank (0, 3), expected (2,), found (3,). Parts of one array ...
     """
     problems: list[ProblemError] = []
     for conflict in conflicts:
@@ -39,6 +39,8 @@ def check_conflicts(conflicts: Iterable[Conflict]) -> list[ProblemError]:
                     rank=ranks,
                     expected=first.shape,
                     found=other.shape,
+                    remedy="Parts of one array need its global shape (DTensor, LocalShards); "
+                    "arrays that differ by rank need a key for each rank",
                 )
             )
         else:
@@ -50,6 +52,7 @@ def check_conflicts(conflicts: Iterable[Conflict]) -> list[ProblemError]:
                     shape=first.shape,
                     expected=first.dtype,
                     found=other.dtype,
+                    remedy="Convert it to one data type on all ranks",
                 )
             )
     return problems

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
-from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
 import attrs
@@ -18,6 +17,7 @@ from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersi
 from functional_ckpt.plan.check import check_unique_keys
 from functional_ckpt.plan.entry import DIGEST_NBYTES, Alias, ArrayEntry, PerRankEntry, RankItem, ValueEntry
 from functional_ckpt.plan.layout import Layout, check_codecs, grid_of
+from functional_ckpt.plan.record import Frame, array_text, canonical, frame_of, listed, path_text
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
@@ -40,8 +40,6 @@ __all__ = [
 FORMAT = "functional_ckpt"
 #: The newest version that is written. A manifest without newer features is written as 1.0, byte for byte as before.
 VERSION = (1, 1)
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-
 
 _TAG = re.compile(r'"(~[A-Za-z_.]+)":')
 _TAGS_1_0 = frozenset((
@@ -99,12 +97,14 @@ class Manifest:
         tags = {tag for text in texts if '"~' in text for tag in _TAG.findall(text)}
         return VERSION if newer or tags - _TAGS_1_0 else (1, 0)
 
-    def to_json(self) -> bytes:
-        """Return the canonical text (UTF-8, sorted keys, no spaces)."""
+    def to_json(self, frames: Iterable[Frame] | None = None) -> bytes:
+        """Return the canonical text (UTF-8, sorted keys, no spaces); `frames` are those of the arrays, if at hand."""
+        if frames is None:
+            frames = (frame_of(entry.spec, entry.layout, entry.path, entry.codec) for entry in self.arrays)
         members = {
             "format": canonical(FORMAT),
             "version": canonical(self.version),
-            "arrays": _listed(map(_array_text, self.arrays)),
+            "arrays": listed([array_text(*each) for each in zip(self.arrays, frames, strict=True)]),
             "values": _records(({"key": v.key, "value": json.loads(v.text)}, v) for v in self.values),
             "aliases": _records(({"key": a.key, "target": a.target}, a) for a in self.aliases),
             "per_rank": _records(({"key": p.key, "world_size": p.world_size}, p) for p in self.per_rank),
@@ -150,29 +150,9 @@ def check_version(version: Any) -> None:
         )
 
 
-def canonical(document: object) -> str:
-    """Return the one JSON text of a document: sorted keys, ASCII, no spaces, no NaN."""
-    return _ENCODER.encode(document)
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return "[" + ",".join(texts) + "]"
-
-
 def _records(entries: Iterable[tuple[dict[str, Any], Any]]) -> str:
     """Return the text of a list. Only one record exists at a time: thousands would make the garbage collector run."""
-    return _listed(canonical(_placed(record, entry)) for record, entry in entries)
-
-
-def path_to_json(path: Iterable[Any]) -> list[Any]:
-    """Return a path as JSON: text, int (list position), ``[key]`` (other dict key), ``{"rank": r}``."""
-    coded: list[Any] = []
-    for item in path:
-        if isinstance(item, RankItem):
-            coded.append({"rank": item.rank})
-        else:
-            coded.append([item.value] if isinstance(item, DictKey) else item)
-    return coded
+    return listed(canonical(_placed(record, entry)) for record, entry in entries)
 
 
 def path_from_json(coded: Any) -> Path:
@@ -191,69 +171,14 @@ def path_from_json(coded: Any) -> Path:
 
 
 def _placed(record: dict[str, Any], entry: Any) -> dict[str, Any]:
-    text = _path_text(record["key"], entry.path)
+    text = path_text(record["key"], entry.path)
     return record if text is None else {**record, "path": json.loads(text)}
-
-
-def _path_text(key: str, path: Path | None) -> str | None:
-    """Return the text of a path; None if the key tells it."""
-    if path is None:
-        return "null"
-    if is_told_by(key, path):
-        return None
-    try:
-        return _listed(map(encode_basestring_ascii, path))  # type: ignore[arg-type] # nearly all are text
-    except TypeError:
-        return canonical(path_to_json(path))
-
-
-def is_told_by(key: str, path: Path) -> bool:
-    """Tell whether a path is a key split at its dots.
-
-    Examples
-    --------
-    >>> is_told_by("a.b", ("a", "b")), is_told_by("a.b", ("a.b",)), is_told_by("0", (0,))
-    (True, False, False)
-    """
-    try:
-        return key.count(".") == len(path) - 1 and ".".join(path) == key  # type: ignore[arg-type] # nearly all are text
-    except TypeError:
-        return False
 
 
 def _path_of(record: Mapping[str, Any]) -> Path | None:
     if "path" not in record:
         return tuple(_str(record["key"]).split("."))
     return None if record["path"] is None else path_from_json(record["path"])
-
-
-def _array_text(entry: ArrayEntry) -> str:
-    spec, path = entry.spec, _path_text(entry.spec.key, entry.path)
-    digests = entry.digests.hex(",", DIGEST_NBYTES)
-    if len(entry.digests) > DIGEST_NBYTES:
-        digests = digests.replace(",", '","')
-    told = f'["{digests}"]' if digests else "[]", encode_basestring_ascii(spec.key)
-    form = _array_form(spec.shape, spec.dtype, entry.layout, entry.codec, path is not None)
-    return form % (told if path is None else (*told, path))
-
-
-@lru_cache(maxsize=1024)
-def _array_form(shape: tuple[int, ...], dtype: str, layout: Layout, codec: str | None, has_path: bool) -> str:
-    """Return the text of all arrays that differ only in digests, key and path, with ``%s`` in their places."""
-    gap = "\0"
-    record: dict[str, Any] = {"key": gap, "dtype": dtype, "shape": shape, "chunk": layout.chunk, "digests": gap}
-    # The common case is left out: exclusive chunks, no codecs, the data type stored as itself.
-    if layout.ownership != "exclusive":
-        record["ownership"] = layout.ownership
-    if layout.codecs:
-        record["codecs"] = layout.codecs
-    if layout.stored != dtype:
-        record["stored"] = layout.stored
-    if codec is not None:
-        record["codec"] = codec
-    if has_path:
-        record["path"] = gap
-    return canonical(record).replace("%", "%%").replace(canonical(gap), "%s")
 
 
 def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:

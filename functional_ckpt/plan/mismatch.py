@@ -1,6 +1,7 @@
 """Keys that only one side of a load has: problems as values, summarised if there are many keys."""
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -15,6 +16,8 @@ _NAMED = 3
 #: Comparing one name with so many takes a second; so many pairs of prefixes are tried as the renaming of all keys.
 _COMPARED = 10_000
 _TRIED = 100
+#: Less similar names are not offered: keys below one prefix are similar by that alone.
+_SIMILAR = 0.75
 
 _GET_STATE = "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)"
 _IGNORING = "LoadPolicy(strict=Strict({}='ignore'))"
@@ -28,7 +31,7 @@ def did_you_mean(name: str, names: Collection[str]) -> str | None:
     >>> did_you_mean("modle", ["model", "optim"])
     "Did you mean 'model'?"
     """
-    close = difflib.get_close_matches(name, names, 1) if len(names) < _COMPARED else []
+    close = difflib.get_close_matches(name, names, 1, _SIMILAR) if len(names) < _COMPARED else []
     return f"Did you mean {close[0]!r}?" if close else None
 
 
@@ -80,19 +83,22 @@ def missing_problems(
         return problems
     names = sorted(stored)
     free = sorted(frozenset(stored) - frozenset(used))
-    repair = _other_numbers(missing, free) or (None if renames else _renaming(missing, used, free, frozenset(stored)))
-    keep = f"Pass {_IGNORING.format('missing')} to keep what `like` holds"
+    repair = _repair(missing, used, free, stored, renames)
     if len(missing) > _FEW:
         what, remedy = (
             f"the checkpoint lacks {len(missing)} keys of `like`",
-            repair or did_you_mean(missing[0], names) or keep,
+            repair or _keeping(missing[0], free),
         )
         return [*problems, KeyMismatchError(what, expected=quoted(missing), found=quoted(free or names), remedy=remedy)]
-    hints = [repair or (did_you_mean(key, names) if number < _NAMED else None) for number, key in enumerate(missing)]
     return problems + [
-        KeyMismatchError("the checkpoint has no such key", key, remedy=hint or keep)
-        for key, hint in zip(missing, hints, strict=True)
+        KeyMismatchError("the checkpoint has no such key", key, remedy=repair or _keeping(key, free)) for key in missing
     ]
+
+
+def _keeping(key: str, free: Collection[str]) -> str:
+    return " ".join(
+        filter(None, [did_you_mean(key, free), f"Pass {_IGNORING.format('missing')} to keep what `like` holds"])
+    )
 
 
 def unexpected_problems(
@@ -165,23 +171,60 @@ def _other_numbers(missing: Sequence[str], free: Sequence[str]) -> str | None:
     return f"The checkpoint numbers an optimizer's parameters, `like` names them. {_filled(name, True)}"
 
 
-def _renaming(missing: Sequence[str], used: Collection[str], free: Sequence[str], stored: frozenset[str]) -> str | None:
-    """Return a policy that finds all or most missing keys and keeps those that were found."""
+def _repair(
+    missing: Sequence[str], used: Collection[str], free: Sequence[str], stored: Collection[str], renames: bool
+) -> str | None:
+    """Return what finds the missing keys, or None; a renaming that finds all of them is sure, one of most is not."""
+    if renames:
+        return _other_numbers(missing, free)
+    keys = frozenset(stored)
+    whole = _renaming(missing, used, free, keys, len(missing))
+    return whole or _other_numbers(missing, free) or _renaming(missing, used, free, keys, -(-len(missing) // 2))
+
+
+def _renaming(
+    missing: Sequence[str], used: Collection[str], free: Sequence[str], stored: frozenset[str], least: int
+) -> str | None:
+    """Return a policy that finds at least so many missing keys and keeps those that were found."""
     unused = frozenset(free)
+    fits: list[tuple[str, str, int]] = []
     for old, new in islice(_candidates(missing[0], free), _TRIED):
         below = [key for key in missing if has_prefix(key, old)]
-        if 2 * len(below) < len(missing) or any(_moved(key, old, new) not in unused for key in below):
+        if len(below) < least or any(_moved(key, old, new) not in unused for key in below):
             continue
         if all(_moved(key, old, new) in stored for key in used if has_prefix(key, old)):
-            return _finding(f"{{{old!r}: {new!r}}}", len(below), len(missing))
+            fits.append((old, new, len(below)))
+    if fits:
+        return _finding(_best(fits), len(missing))
     for part in missing[0].split(".")[:-1]:
         if all(key.replace(f"{part}.", "") in unused for key in missing):
-            return _finding(f"lambda key: key.replace({f'{part}.'!r}, '')", len(missing), len(missing))
+            return _finding([(f"lambda key: key.replace({f'{part}.'!r}, '')", len(missing))], len(missing))
     return None
 
 
-def _finding(rename: str, count: int, total: int) -> str:
-    return f"Pass LoadPolicy(rename={rename}), which finds {'every key' if count == total else f'{count} of them'}"
+def _best(fits: Sequence[tuple[str, str, int]]) -> list[tuple[str, int]]:
+    """Return the renamings that change least: those to a copy of the keys, such as an average, fit as well."""
+    fits = [fit for fit in fits if fit[0] == fits[0][0]]
+    least = min(_change(old, new) for old, new, _ in fits)
+    return [(f"{{{old!r}: {new!r}}}", count) for old, new, count in fits if _change(old, new) == least]
+
+
+def _change(old: str, new: str) -> int:
+    """Return how many parts of two prefixes only one of them has.
+
+    Examples
+    --------
+    >>> _change("model.module", "model"), _change("model.module", "ema")
+    (1, 3)
+    """
+    parts, others = Counter(old.split(".")), Counter(new.split("."))
+    return ((parts - others) + (others - parts)).total()
+
+
+def _finding(renames: Sequence[tuple[str, int]], total: int) -> str:
+    (rename, count), *others = renames
+    text = f"Pass LoadPolicy(rename={rename}), which finds {'every key' if count == total else f'{count} of them'}"
+    return f"{text}; so does {' or '.join(other for other, _ in others[:_NAMED])}" if others else text
 
 
 def _candidates(key: str, free: Sequence[str]) -> Iterator[tuple[str, str]]:

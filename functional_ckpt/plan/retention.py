@@ -42,7 +42,7 @@ def _text(attributes: Mapping[str, Any] | str) -> str:
     return attributes if isinstance(attributes, str) else json.dumps(dict(attributes))
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class StepInfo:
     """A committed step: `time` in seconds since 1970, `nbytes` of its elements; None if the checkpoint lacks them.
 
@@ -51,6 +51,8 @@ class StepInfo:
     >>> info = StepInfo(10, "run/step-00000010", metrics={"loss": 0.5}, attributes={"git": "1f2e"})
     >>> info.metrics, info.attributes, info.pinned
     ({'loss': 0.5}, {'git': '1f2e'}, False)
+    >>> info
+    StepInfo(10, 'run/step-00000010', metrics={'loss': 0.5}, attributes={'git': '1f2e'})
     """
 
     step: int
@@ -61,6 +63,11 @@ class StepInfo:
     _metrics: tuple[tuple[str, float], ...] = attrs.field(default=(), converter=_pairs)
     _attributes: str = attrs.field(default="{}", converter=_text)
     pinned: bool = False
+
+    def __repr__(self) -> str:
+        names = ("time", "nbytes", "metrics", "attributes", "pinned")
+        told = "".join(f", {name}={value!r}" for name in names if (value := getattr(self, name)))
+        return f"StepInfo({self.step}, {self.path!r}{told})"
 
     @property
     def metrics(self) -> dict[str, float]:

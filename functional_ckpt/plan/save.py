@@ -8,6 +8,7 @@ import numpy as np
 
 from functional_ckpt.errors import ProblemError, ReplicaError, raise_problems
 from functional_ckpt.plan.check import check_conflicts, check_cover
+from functional_ckpt.plan.derived import Deriving
 from functional_ckpt.plan.ladder import array_plans
 from functional_ckpt.plan.layout import ArrayPlan, LayoutPolicy
 from functional_ckpt.plan.owner import Owners, choose_owners, with_waves
@@ -71,7 +72,7 @@ class Move:
 
 
 @attrs.frozen
-class SavePlan:
+class SavePlan(Deriving):
     """All writes and moves of a save, by rank, as columns; equal inputs give equal plans.
 
     `writes`, `moves`, `headers` and `digests` return the rows as values: for people and tests, not for large plans.

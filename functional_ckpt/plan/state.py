@@ -1,7 +1,6 @@
 """The structure and values of one rank's state, and of all ranks merged: the input of planning and of the manifest."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import attrs
 import numpy as np
@@ -14,7 +13,7 @@ from functional_ckpt.spec.columns import Columns, Ints, to_column
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import Sharding
 from functional_ckpt.spec.table import ShardTable
-from functional_ckpt.spec.tree import unflatten
+from functional_ckpt.spec.tree import Path, place_of, unflatten
 
 __all__ = [
     "EMPTY_TEXTS",
@@ -28,6 +27,7 @@ __all__ = [
     "build_manifest",
     "content_problems",
     "is_per_rank",
+    "leaves_of",
     "merge_structures",
     "with_values",
 ]
@@ -50,7 +50,7 @@ class ArrayLeaf:
     """
 
     spec: ArraySpec
-    path: tuple[Any, ...]
+    path: Path
     codec: str | None = None
     tied_to: str | None = None
     is_copy: bool = False
@@ -134,7 +134,7 @@ class LocalState:
         return common, attrs.evolve(self, arrays=own_arrays, shards=shards, values=own_values, per_rank=())
 
 
-def is_per_rank(path: tuple[Any, ...]) -> bool:
+def is_per_rank(path: Path) -> bool:
     """Tell whether a leaf lies below a `PerRank`.
 
     Examples
@@ -239,8 +239,7 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
         spec, found = arrays[number].spec, f"chunk number {wrong - int(first[number])}"
         raise SpecError(what, spec.key, shape=spec.shape, found=found)
     digests = np.ascontiguousarray(chunks.words[order]).tobytes()
-    by_key = {leaf.spec.key: leaf for leaf in state.leaves}
-    leaves = [by_key[plan.spec.key] for plan in arrays]
+    leaves = leaves_of(state, arrays)
     ends = (first * DIGEST_NBYTES).tolist()
     entries = tuple(
         [
@@ -249,6 +248,12 @@ def build_manifest(state: GlobalState, arrays: Sequence[ArrayPlan], chunks: Chun
         ]
     )
     return Manifest(entries, state.values, state.aliases, state.per_rank, state.attributes)
+
+
+def leaves_of(state: GlobalState, arrays: Sequence[ArrayPlan]) -> list[ArrayLeaf]:
+    """Return the leaf of each array."""
+    by_key = {leaf.spec.key: leaf for leaf in state.leaves}
+    return [by_key[plan.spec.key] for plan in arrays]
 
 
 def _merged_leaves(parts: Sequence[Part], problems: list[ProblemError]) -> tuple[ArrayLeaf, ...]:
@@ -372,9 +377,10 @@ def _agreed_ties(states: Sequence[LocalState]) -> dict[str, str]:
     return {key: target for key, target in agreed.items() if len(claims[target]) == len(claims[key])}
 
 
-def _two_paths(key: str, one: object, other: object) -> DuplicateKeyError:
+def _two_paths(key: str, one: Path | None, other: Path | None) -> DuplicateKeyError:
     remedy = "Rename one: a key is the path joined by dots"
-    return DuplicateKeyError("two leaves have one key", key, expected=one, found=other, remedy=remedy)
+    places = [None if path is None else place_of(path) for path in (one, other)]
+    return DuplicateKeyError("two leaves have one key", key, expected=places[0], found=places[1], remedy=remedy)
 
 
 def _shorten(text: str) -> str:

@@ -17,7 +17,8 @@ from functional_ckpt.errors import (
     UnsupportedLeafError,
     raise_problems,
 )
-from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry, canonical
+from functional_ckpt.plan.manifest import PerRankEntry, RankItem, ValueEntry
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.plan.state import NO_ATTRIBUTES, ArrayLeaf, CopyDigest, LocalState, is_per_rank
 from functional_ckpt.run.comm import Gather
 from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, PerRank, adapter_of
@@ -26,7 +27,7 @@ from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import MAX_KNOWN, check_key
 from functional_ckpt.spec.shard import ShardSpec
 from functional_ckpt.spec.sharding import relabelled
-from functional_ckpt.spec.tree import DictKey, Path, key_of, walk
+from functional_ckpt.spec.tree import DictKey, Path, key_of, place_of, walk
 from functional_ckpt.store.buffer import WHOLE, Buffer
 from functional_ckpt.store.encoding import Array
 from functional_ckpt.store.execute import content_digest
@@ -231,8 +232,8 @@ def _take_key(taken: dict[str, Path], key: str, path: Path) -> None:
         raise DuplicateKeyError(
             "two leaves have one key",
             key,
-            expected=taken[key],
-            found=path,
+            expected=place_of(taken[key]),
+            found=place_of(path),
             remedy="Rename one: a key is the path joined by dots",
         )
     taken[key] = path
@@ -272,7 +273,7 @@ def _remedy(leaf: Any) -> str:
         return "Save its state_dict() instead"
     if isinstance(leaf, tuple):
         return "Make the tuple a list"
-    if isinstance(leaf, Iterator):
+    if isinstance(leaf, Iterator) and type(leaf).__module__ == "builtins":  # others may have no end
         return "Make it a list"
     if isinstance(leaf, Mapping):
         return "Make it a dict"

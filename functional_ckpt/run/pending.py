@@ -121,25 +121,30 @@ def start(function: Callable[[], Manifest], tracker: Tracker, lane: object = Non
     """
     future: Future[Manifest] = Future()
     pending = PendingSave(future, tracker)
-    job = _Job(function, future, weakref.ref(pending), lane)
-    with _LOCK:
-        if id(lane) in _QUEUES:
-            _QUEUES[id(lane)].append(job)
-            return pending
-        _QUEUES[id(lane)] = deque([job])
-    thread = threading.Thread(target=_run_all, args=(id(lane),), name="functional_ckpt-save")
+    job, key = _Job(function, future, weakref.ref(pending), lane), id(lane)
+    try:
+        with _LOCK:
+            _QUEUES.setdefault(key, deque()).append(job)
+        _work_on(key)
+    except BaseException:  # an interrupt: the save ends as a cancelled one does
+        tracker.cancelled.set()
+        _run_all(key)
+        raise
+    return pending
+
+
+def _work_on(key: int) -> None:
+    """Let a thread run the saves of a queue, unless one does."""
+    if key in _WORKED_ON:
+        return
+    thread = threading.Thread(target=_run_all, args=(key,), name="functional_ckpt-save")
     try:
         if threading.main_thread().is_alive():
             thread.start()
-        else:  # the interpreter ends, and waits for no more threads
-            _run_all(id(lane))
+            return
     except RuntimeError:
-        _run_all(id(lane))
-    except BaseException:  # an interrupt: the save ends as a cancelled one does
-        tracker.cancelled.set()
-        _run_all(id(lane))
-        raise
-    return pending
+        pass
+    _run_all(key)  # the interpreter ends, and waits for no more threads, or there are too many
 
 
 def wait_for_all() -> None:
@@ -161,7 +166,10 @@ def _running() -> list["Future[Manifest]"]:
     if getattr(_HERE, "is_worker", False):
         return []
     with _LOCK:
-        return [job.future for queue in _QUEUES.values() for job in queue]
+        queues = {key: [job.future for job in queue] for key, queue in _QUEUES.items()}
+    for key in queues:  # of a queue that an interrupt has left to nobody
+        _work_on(key)
+    return [future for queue in queues.values() for future in queue if not future.done()]
 
 
 def raise_dropped() -> None:
@@ -190,24 +198,39 @@ def _dated(error: CheckpointError) -> CheckpointError:
 def _run_all(key: int) -> None:
     """Run the saves of a queue until it is empty, unless another thread does.
 
-    A caller that is interrupted while it starts the thread cannot know whether that runs, and calls this too.
+    A caller that is interrupted while it starts the thread cannot know whether that runs, and calls this too. In the
+    main thread an interrupt may come anywhere here: no save is run twice, and what it leaves in the queue is run later.
     """
-    with _LOCK:
-        if key in _WORKED_ON or key not in _QUEUES:
-            return
-        _WORKED_ON.add(key)
-    _HERE.is_worker = True
+    worker, job = object(), None
+    was_worker = getattr(_HERE, "is_worker", False)
     try:
-        while True:
-            _QUEUES[key][0].run()
-            with _LOCK:
-                _QUEUES[key].popleft()
-                if not _QUEUES[key]:
-                    del _QUEUES[key]
-                    _WORKED_ON.remove(key)
-                    return
+        with _LOCK:
+            if key in _WORKED_ON or key not in _QUEUES:
+                return
+            _WORKED_ON[key] = worker
+        _HERE.is_worker = True
+        while (job := _next(key)) is not None:
+            job.run()
+    except BaseException as error:
+        if job is not None and not job.future.done():
+            job.future.set_exception(error)
+        raise
     finally:
-        _HERE.is_worker = False
+        _HERE.is_worker = was_worker
+        if _WORKED_ON.get(key) is worker:
+            del _WORKED_ON[key]
+
+
+def _next(key: int) -> _Job | None:
+    """Return the save that is next in a queue; if there is none, the queue goes, and who works on it stops."""
+    with _LOCK:
+        queue = _QUEUES[key]
+        while queue and queue[0].future.done():
+            queue.popleft()
+        if queue:
+            return queue[0]
+        del _QUEUES[key], _WORKED_ON[key]
+        return None
 
 
 def _warn() -> None:
@@ -228,8 +251,8 @@ _LOCK = threading.Lock()
 _HERE = threading.local()
 #: Saves that run or wait, by the number of their lane.
 _QUEUES: dict[int, deque[_Job]] = {}
-#: Lanes whose saves some thread runs.
-_WORKED_ON: set[int] = set()
+#: Who runs the saves of a lane, an object for each.
+_WORKED_ON: dict[int, object] = {}
 #: Saves that have failed, until their failure is raised.
 _FAILED: "dict[Future[Manifest], weakref.ref[PendingSave]]" = {}
 os.register_at_fork(after_in_child=_forget)

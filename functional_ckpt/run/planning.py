@@ -12,6 +12,7 @@ import numpy as np
 from functional_ckpt.errors import CheckpointError, DuplicateKeyError, ProblemError, SpecError, raise_problems
 from functional_ckpt.plan.agreement import Basis, Proposal, contents_agree, known_shardings, propose, world_digest
 from functional_ckpt.plan.check import check_conflicts
+from functional_ckpt.plan.derived import Deriving
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.local import local_array_plans, placed_arrays, plan_local_save
 from functional_ckpt.plan.save import SavePlan, plan_save, restrict
@@ -39,13 +40,13 @@ _KEPT = 8
 
 
 @attrs.frozen
-class Plan:
-    """What a save does: the merged state of all ranks, the layout of every array, and `mine`, this rank's part.
+class Plan(Deriving):
+    """What a save does: the merged structure of all ranks, the layout of every array, and `mine`, this rank's part.
 
-    A `PlanMemory` keeps it without values, attributes and digests.
+    It has no values, attributes and digests: a `PlanMemory` keeps it, with what is derived from it.
     """
 
-    state: GlobalState
+    structure: GlobalState
     arrays: tuple[ArrayPlan, ...]
     mine: SavePlan
 
@@ -79,8 +80,8 @@ class Planner:
     def __init__(self, path: str | Path, policy: SavePolicy, gather: Gather, memory: PlanMemory) -> None:
         self.path, self.policy, self.gather, self.memory = path, policy, gather, memory
 
-    def agree(self, describe: Callable[[], Captured]) -> tuple[Plan, Captured]:
-        """Describe this rank's state, agree on a plan with all ranks, and return both.
+    def agree(self, describe: Callable[[], Captured]) -> tuple[Plan, GlobalState, Captured]:
+        """Describe this rank's state and agree with all ranks; return the plan, the merged state, and this rank's.
 
         Raises
         ------
@@ -109,7 +110,7 @@ class Planner:
         parts = self._parts(mine.common, proposals, remembered is None and shardings is None)
         plan, state = agree(self.gather, lambda: self._planned(remembered, basis, shardings, parts, proposals, budget))
         self.memory.keep(basis, world, plan)
-        return attrs.evolve(plan, state=state), mine
+        return plan, state, mine
 
     def _basis(self, mine: Captured) -> Basis:
         store, group = open_store(self.path, access=self.policy.store), self.gather
@@ -158,7 +159,7 @@ class Planner:
             raise_problems([*problems, error])
             raise
         raise_problems(problems)
-        return plan, with_values(plan.state, parts)
+        return plan, with_values(plan.structure, parts)
 
 
 def _owns(proposals: Sequence[Proposal]) -> list[Part]:

@@ -5,15 +5,12 @@
 Every step runs on all ranks through `together`, so that the failure of one rank is raised on all and none hangs.
 """
 
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import numpy as np
@@ -34,9 +31,9 @@ from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.plan.prefixes import check_prefixes, prefixes_of
 from functional_ckpt.plan.save import SavePlan
-from functional_ckpt.plan.state import ChunkRows, build_manifest
-from functional_ckpt.plan.writers import writers_to
+from functional_ckpt.plan.state import ChunkRows, GlobalState, build_manifest
 from functional_ckpt.run.capture import Captured
+from functional_ckpt.run.closing import closing_texts
 from functional_ckpt.run.comm import Gather, LocalGather, agree, together
 from functional_ckpt.run.planning import Plan, PlanMemory, Planner
 from functional_ckpt.run.policy import SavePolicy
@@ -44,7 +41,7 @@ from functional_ckpt.run.progress import Tracker
 from functional_ckpt.run.timed import TimedStore
 from functional_ckpt.store.base import SaveClaim, Store
 from functional_ckpt.store.buffer import Buffer
-from functional_ckpt.store.chunk import absent_chunks, check_chunks
+from functional_ckpt.store.chunk import absent_chunks, check_chunks, is_there, only_chunk
 from functional_ckpt.store.commit import Site, abandon, begin, publish, seen_from
 from functional_ckpt.store.encoding import METADATA_FILE, node_name
 from functional_ckpt.store.exchange import Exchange
@@ -68,11 +65,12 @@ _MANY_FILES = 256
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A save that all ranks have agreed on: where it goes, its plan, and the memory that this rank's part is in."""
+    """A save that all ranks agree on: where it goes, its plan, the `state` of all, and the memory of this part."""
 
     gather: Gather
     policy: SavePolicy
     plan: Plan
+    state: GlobalState
     buffers: tuple[Buffer, ...]
     site: Site
     store: Store
@@ -98,13 +96,13 @@ def prepare_captured(
         On every rank, if any rank has a problem.
     """
     started = time.time()
-    plan, held = Planner(path, policy, gather, memory).agree(describe)
+    plan, state, held = Planner(path, policy, gather, memory).agree(describe)
     _check_codecs(policy, plan)
     names = [node_name(array.spec.key) for array in plan.arrays] if gather.rank == 0 else []
     names += [METADATA_FILE] if policy.metadata_file else []
     sync = _sync_mode(policy.durability, plan.mine, gather.rank)
     site, store, claim = _begin(path, policy, gather, overwrite, names, sync)
-    return Prepared(gather, policy, plan, held.buffers, site, store, claim, started)
+    return Prepared(gather, policy, plan, state, held.buffers, site, store, claim, started)
 
 
 def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
@@ -112,7 +110,7 @@ def _check_codecs(policy: SavePolicy, plan: Plan) -> None:
     prefixes = [prefix for prefix, _ in policy.layout.codecs]
     if prefixes:
         keys = [array.spec.key for array in plan.arrays]
-        keys += [alias.key for alias in plan.state.aliases] + [value.key for value in plan.state.values]
+        keys += [alias.key for alias in plan.structure.aliases] + [value.key for value in plan.structure.values]
         raise_problems(check_prefixes([prefixes_of("LayoutPolicy.codecs", prefixes, keys)]))
 
 
@@ -203,7 +201,7 @@ def write_parts(prepared: Prepared, tracker: Tracker) -> Written:
 
         def check() -> Written:
             numbered = _renumbered(plan.arrays, digested)
-            manifest = build_manifest(plan.state, plan.arrays, ChunkRows.joined([r.chunks for r in numbered]))
+            manifest = build_manifest(prepared.state, plan.arrays, ChunkRows.joined([r.chunks for r in numbered]))
             return _checked(Written(prepared, store, manifest, numbered[: len(receipts)]), tracker)
 
         return agree(gather, check)
@@ -254,7 +252,7 @@ def _checked(written: Written, tracker: Tracker) -> Written:
     receipts = [written.receipts[(gather.rank + 1) % gather.size]]
     if not written.store.capabilities.sized:  # a listing has everything: it is asked for once
         receipts = [] if gather.rank else list(written.receipts)
-    _check_presence(written.store, written.prepared.plan.arrays, receipts)
+    _check_presence(written.store, written.prepared.plan, receipts)
     return attrs.evolve(written, checked_s=time.monotonic())
 
 
@@ -282,12 +280,11 @@ def _publish(written: Written) -> tuple[str, ...]:
 
     def finish() -> tuple[str, ...]:
         if gather.rank == 0:
-            provenance = _provenance(prepared, written.receipts)
-            policy, site = prepared.policy, prepared.site
-            published.append(
-                publish(site, written.store, written.manifest, provenance, policy.consolidate, confirm,
-                        policy.metadata_file, stands)
-            )  # fmt: skip
+            site = prepared.site
+            files, root = closing_texts(
+                written.manifest, prepared.plan, prepared.policy, written.receipts, site.save_id, prepared.started
+            )
+            published.append(publish(site, written.store, written.manifest, files, root, confirm, stands))
             unreleased = None if claim is None else claim.release()
             published[0] += () if unreleased is None else (unreleased,)
         return published[0] if published else ()
@@ -339,44 +336,20 @@ def _renumbered(arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> tup
     return tuple([receipt if receipt.keys == keys else renumbered(receipt) for receipt in receipts])
 
 
-def _check_presence(store: Store, arrays: Sequence[ArrayPlan], receipts: Sequence[Receipt]) -> None:
+def _check_presence(store: Store, plan: Plan, receipts: Sequence[Receipt]) -> None:
     if not receipts:
         return
-    rows = ChunkRows.joined([receipt.chunks for receipt in receipts])
-    numbers = zip(rows.array.tolist(), rows.chunk.tolist(), strict=True)
+    arrays, rows = plan.arrays, ChunkRows.joined([receipt.chunks for receipt in receipts])
+    numbers = list(zip(rows.array.tolist(), rows.chunk.tolist(), strict=True))
+    if store.capabilities.sized:
+        only = plan.derived(_only_chunks)
+        numbers = [each for each in numbers if not is_there(store, *only[each[0]])]
     wanted = ((array := arrays[number], array.grid.index(chunk)) for number, chunk in numbers)
     raise_problems(check_chunks(store, wanted, absent_chunks(store, arrays)))
 
 
-def _provenance(prepared: Prepared, receipts: Sequence[Receipt]) -> dict[str, Any]:
-    names = ("functional_ckpt", "tensorstore", "numpy", "zarr", "torch")
-    chunks = ChunkRows.joined([receipt.chunks for receipt in receipts])
-    ranks = np.repeat(np.arange(len(receipts)), [len(receipt.chunks) for receipt in receipts])
-    return {
-        "save_id": prepared.site.save_id,
-        "started": prepared.started,
-        "finished": time.time(),
-        "python": platform.python_version(),
-        "versions": {name: found for name in names if (found := _version(name)) is not None},
-        "ranks": [
-            {
-                "nbytes": r.nbytes,
-                "messages": r.traffic.messages,
-                "moved_nbytes": r.traffic.nbytes,
-                "arrays": [r.keys[number] for number in np.unique(r.chunks.array).tolist()],
-            }
-            for r in receipts
-        ],
-        "writers": writers_to(prepared.plan.arrays, chunks.array, chunks.chunk, ranks),
-    }
-
-
-@cache
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except (PackageNotFoundError, OSError):  # a save does not fail for that
-        return None
+def _only_chunks(plan: Plan) -> tuple[tuple[str, int], ...]:
+    return tuple([only_chunk(array) for array in plan.arrays])
 
 
 def _sync_mode(durability: str, mine: SavePlan, rank: int) -> str:

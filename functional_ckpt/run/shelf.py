@@ -44,11 +44,9 @@ class Shelf:
     def look(self) -> None:
         """List the steps in storage; read metrics that `keep` needs and that are not known yet."""
         reads = needs_metrics(self.keep)
-        found = {
-            step: pinned
-            for step, pinned in find_steps(self.root, self.access).items()
-            if step not in self._being_removed
-        }
+        # Before the listing: a removal that ends meanwhile is of a step that is listed.
+        going = tuple(self._being_removed)
+        found = {step: pinned for step, pinned in find_steps(self.root, self.access).items() if step not in going}
         infos = {step: (self._known(step, reads), pinned) for step, pinned in found.items()}
         self._infos = {s: i if i.pinned == p else attrs.evolve(i, pinned=p) for s, (i, p) in infos.items()}
 
@@ -89,15 +87,20 @@ class Shelf:
         if not gone:
             return
         self.join()
-        for step in gone:
-            del self._infos[step]
-            self._being_removed[step] = None
-        self._thread = threading.Thread(target=self._remove_all, args=(gone,), name="functional_ckpt-remove")
+        thread = threading.Thread(target=self._remove_all, args=(gone,), name="functional_ckpt-remove")
         try:
-            self._thread.start()
+            for step in gone:
+                del self._infos[step]
+                self._being_removed[step] = None
+            thread.start()
         except RuntimeError:  # no thread can be had, at exit or at the system's limit
-            self._thread = None
             self._remove_all(gone)
+        except BaseException:  # an interrupt: what the thread does not remove, if there is one, is listed again
+            for step in gone:
+                self._being_removed.pop(step, None)
+            raise
+        else:
+            self._thread = thread
 
     def _remove_all(self, steps: Sequence[int]) -> None:
         for step in steps:

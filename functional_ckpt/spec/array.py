@@ -134,7 +134,7 @@ class ArraySpec:
                 shape=self.shape,
                 expected="one of " + ", ".join(DTYPES),
                 found=self.dtype,
-                remedy="View the tensor as a data type of the same width, or save it as an object",
+                remedy="View the tensor as a data type of the same width",
             )
 
     def __hash__(self) -> int:

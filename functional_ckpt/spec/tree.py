@@ -20,6 +20,7 @@ __all__ = [
     "is_node",
     "key_of",
     "map_leaves",
+    "place_of",
     "unflatten",
     "walk",
 ]
@@ -71,6 +72,17 @@ def key_of(path: Path) -> str:
         return ".".join(path)  # type: ignore[arg-type] # nearly all paths are text
     except TypeError:
         return ".".join(str(item.value) if isinstance(item, DictKey) else str(item) for item in path)
+
+
+def place_of(path: Path) -> str:
+    """Return a path as one writes it in Python, where a key that is an int differs from one that is text.
+
+    Examples
+    --------
+    >>> print(place_of(("state", DictKey(0), "step")))
+    state['state'][0]['step']
+    """
+    return "state" + "".join(f"[{item.value if isinstance(item, DictKey) else item!r}]" for item in path)
 
 
 def has_prefix(key: str, prefix: str) -> bool:

@@ -21,7 +21,7 @@ from functional_ckpt.store.encoding import (
     digest,
     digest_bytes,
     is_raw,
-    node_name,
+    metadata_path,
     numpy_dtype,
 )
 from functional_ckpt.store.work import at_once
@@ -36,12 +36,15 @@ __all__ = [
     "create_chunk",
     "decoding_nbytes",
     "encoded_limit",
+    "is_there",
     "located",
+    "only_chunk",
     "read_chunk",
     "stored_nbytes",
     "update_chunk",
     "write_chunk",
     "write_header",
+    "write_plain",
 ]
 
 #: A chunk of up to so many bytes is read whole even if only a piece is wanted.
@@ -78,6 +81,26 @@ def check_chunks(
     for entry, index in wanted if absent else ():
         if chunk_path(entry.spec.key, index) in (absent or ()):
             yield _bad_size(entry.spec, entry.layout, index, None)
+
+
+def only_chunk(array: ArrayPlan) -> tuple[str, int]:
+    """Return name and size of the object that has all elements of a plain array; no name if there is none or several.
+
+    Examples
+    --------
+    >>> only_chunk(ArrayPlan(ArraySpec("w", (4,), "int8"), Layout("exclusive", (4,), (), "int8")))
+    ('w/c.0', 4)
+    """
+    name = chunk_path(array.spec.key, array.grid.index(0)) if array.grid.is_single and is_raw(array.layout) else ""
+    return name, array.layout.chunk_nbytes
+
+
+def is_there(store: Store, name: str, nbytes: int) -> bool:
+    """Tell whether a chunk is certainly there; if not, `check_chunks` says why."""
+    try:
+        return bool(name) and store.nbytes_of(name) == nbytes
+    except StorageError:
+        return False
 
 
 def absent_chunks(store: Store, entries: Iterable[ArrayEntry | ArrayPlan]) -> frozenset[str] | None:
@@ -186,7 +209,7 @@ def _bad_size(spec: ArraySpec, layout: Layout, index: tuple[int, ...], found: in
 def write_header(array: ArrayPlan, store: Store) -> None:
     """Write the metadata of an array."""
     text = array_metadata(array.spec, array.layout)
-    store.create(f"{node_name(array.spec.key)}/zarr.json", [memoryview(text)], len(text))
+    store.create(metadata_path(array.spec.key), [memoryview(text)], len(text))
 
 
 def write_chunk(store: Store, array: ArrayPlan, index: tuple[int, ...], values: Array) -> bytes:
@@ -218,12 +241,17 @@ def create_chunk(store: Store, name: str, values: Array, layout: Layout) -> byte
         padded[tuple(slice(0, n) for n in values.shape)] = values
         store.create(name, [as_bytes(padded)], nbytes)
         return digest(values)
-    data = as_bytes(values)
+    return write_plain(store, name, as_bytes(values), nbytes)
+
+
+def write_plain(store: Store, name: str, data: memoryview, nbytes: int | None = None) -> bytes:
+    """Write the bytes of a plain chunk, zeros up to `nbytes` after them, and return their digest."""
+    nbytes = len(data) if nbytes is None else nbytes
     if len(data) <= BLOCK_NBYTES:
-        store.create(name, [data], nbytes)
+        store.create(name, (data,), nbytes)
         return digest_bytes(data)
     hasher = xxhash.xxh3_128()
-    store.create(name, [data], nbytes, hasher.update)
+    store.create(name, (data,), nbytes, hasher.update)
     return hasher.digest()
 
 

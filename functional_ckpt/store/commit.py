@@ -7,13 +7,11 @@ the step, the old checkpoint survives; after it, the new one does.
 directory may hold other files.
 """
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -26,8 +24,7 @@ from functional_ckpt.errors import (
     StorageError,
     add_notes,
 )
-from functional_ckpt.plan.manifest import FORMAT, Manifest
-from functional_ckpt.spec.array import BITS
+from functional_ckpt.plan.manifest import Manifest
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import SaveClaim, Store, storage_errors
 from functional_ckpt.store.beside import bound_beside, digests_beside, require_beside
@@ -39,15 +36,7 @@ from functional_ckpt.store.directories import (
     make_directories,
     remove_tree,
 )
-from functional_ckpt.store.encoding import (
-    MANIFEST,
-    METADATA_FILE,
-    METADATA_TEXT,
-    PROVENANCE,
-    ROOT,
-    named_metadata,
-    to_json,
-)
+from functional_ckpt.store.encoding import MANIFEST, PROVENANCE, ROOT
 from functional_ckpt.store.file_claim import Claim, claimed_by
 from functional_ckpt.store.opening import local_path, open_store
 from functional_ckpt.store.sweep import leftover_names, remove_leftovers
@@ -62,20 +51,13 @@ from functional_ckpt.store.temporary import claim_name, claims_for, new_save_id,
 from functional_ckpt.store.work import at_once
 
 __all__ = [
-    "CONSOLIDATED",
-    "CONSOLIDATED_END",
     "Site",
     "abandon",
     "begin",
     "manifest_digest",
     "publish",
-    "root_metadata",
     "seen_from",
 ]
-
-#: What a root with consolidated metadata begins with, and what follows the metadata of its arrays.
-CONSOLIDATED = b'{"consolidated_metadata":{"kind":"inline","metadata":{'
-CONSOLIDATED_END = b'},"must_understand":false},'
 
 # With these values of `durability` single names are not synced.
 _NOT_EACH = ("none", "syncfs")
@@ -219,28 +201,21 @@ def publish(
     site: Site,
     store: Store,
     manifest: Manifest,
-    provenance: Mapping[str, Any],
-    consolidate: bool,
+    files: Iterable[tuple[str, bytes]],
+    root: bytes,
     confirm: Callable[[], None],
-    metadata_file: bool = False,
     stands: Callable[[], bool] = lambda: True,
 ) -> tuple[str, ...]:
-    """Write manifest and provenance, then the root, and publish the checkpoint.
-
-    With `metadata_file` there is one more file before these, for programs that look for a checkpoint of DCP.
+    """Write `files` (name, content) beside the arrays, then the `root`, and publish the checkpoint.
 
     `confirm` is called right before the step that publishes the checkpoint; it may still raise. Failures after that
     step cannot undo it; they are returned as text. In an object store the root is
     removed again if the claim no longer `stands` then: a sweep has taken this save for dead, and removed chunks.
     """
-    text = manifest.to_json()
-    first = ((METADATA_FILE, METADATA_TEXT),) if metadata_file else ()
-    texts = (*first, (MANIFEST, text), (PROVENANCE, to_json(provenance)))
     at_once(
-        [partial(store.create, name, [memoryview(data)], len(data)) for name, data in texts],
+        [partial(store.create, name, [memoryview(data)], len(data)) for name, data in files],
         store.capabilities.concurrency,
     )
-    root = root_metadata(manifest, manifest_digest(text), consolidate)
     durable = store.sync != "none"
     if site.mode == "marker":
         store.flush()
@@ -380,20 +355,3 @@ def _check_names(there: Sequence[str], nodes: Sequence[str], url: str, overwrite
             found=", ".join(taken[:5]),
             remedy="Save under a new path, or move these files: they are never replaced",
         )
-
-
-def root_metadata(manifest: Manifest, digest: str, consolidate: bool) -> bytes:
-    """Return the root's ``zarr.json`` for a manifest whose text has `digest`."""
-    attributes = json.loads(manifest.attributes)
-    values = {entry.key: json.loads(entry.text) for entry in manifest.values}
-    ours = {"format": FORMAT, "version": list(manifest.version), "manifest": digest, "values": values}
-    root: dict[str, Any] = {
-        "zarr_format": 3,
-        "node_type": "group",
-        "attributes": {**attributes, "functional_ckpt": ours},
-    }
-    # With one array of a type that stock zarr-python does not know, it could not open the group at all.
-    if not consolidate or any(entry.layout.stored in BITS for entry in manifest.arrays):
-        return to_json(root)
-    members = b",".join([named_metadata(entry.spec, entry.layout) for entry in manifest.arrays])
-    return b"".join((CONSOLIDATED, members, CONSOLIDATED_END, to_json(root)[1:]))  # not +: megabytes, copied each time

@@ -31,6 +31,7 @@ __all__ = [
     "dtype_name",
     "has_dtype",
     "is_raw",
+    "metadata_path",
     "named_metadata",
     "node_name",
     "numpy_dtype",
@@ -108,7 +109,7 @@ def dtype_name(dtype: np.dtype[Any], key: str | None = None) -> str:
             key,
             expected="one of " + ", ".join(DTYPES),
             found=str(dtype),
-            remedy="Convert the array, or save it as an object",
+            remedy="Save its tolist(), or view it as a data type of the same width",
         )
     return name
 
@@ -164,6 +165,17 @@ def chunk_path(key: str, index: tuple[int, ...]) -> str:
     'a~1b/c.1.0'
     """
     return f"{node_name(key)}/{chunk_name(index)}"
+
+
+def metadata_path(key: str) -> str:
+    """Return the name of an array's metadata in its store.
+
+    Examples
+    --------
+    >>> metadata_path("a/b")
+    'a~1b/zarr.json'
+    """
+    return f"{node_name(key)}/{ROOT}"
 
 
 def digest(array: Array) -> bytes:

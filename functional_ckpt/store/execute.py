@@ -5,9 +5,9 @@ this rank writes in part, goes through TensorStore. An array of one chunk skips 
 creations and little else.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -28,17 +28,16 @@ from functional_ckpt.store.chunk import (
     update_chunk,
     write_chunk,
     write_header,
+    write_plain,
 )
 from functional_ckpt.store.encoding import as_bytes, digest
 from functional_ckpt.store.exchange import Exchange, LocalExchange, Traffic
-from functional_ckpt.store.work import SMALL_NBYTES, Work, batches, run_all
+from functional_ckpt.store.orders import Batch, orders_of
+from functional_ckpt.store.work import Work, run_all
 
 __all__ = ["Receipt", "content_digest", "digest_shared", "write_plan"]
 
 OnBytes = Callable[[int], None]
-
-#: Of a row of the plan's pieces: its number, array, shard and run, and its bytes.
-_Row: TypeAlias = tuple[int, int, int, int, int]
 
 
 @attrs.frozen
@@ -105,51 +104,28 @@ def _direct_work(plan: SavePlan, buffers: Sequence[Buffer], store: Store) -> lis
 
     Small fragments are written many at a time, with the metadata of their arrays; large ones chunk by chunk.
     """
-    pieces = plan.pieces
-    rows = np.flatnonzero(pieces.chunk < 0)
-    has_header = np.zeros(len(plan.arrays), bool)
-    has_header[plan.header_rows.array] = True
-    has_header[pieces.array[pieces.chunk >= 0]] = False
-    first = np.full(len(plan.arrays), -1)
-    first[pieces.array[rows[::-1]]] = rows[::-1]  # of several rows of an array the last one assigned stays
-    # Where requests wait for a server, the metadata does not wait for the chunks, nor one chunk for another.
-    is_small = plan.nbytes < (0 if store.capabilities.concurrency else SMALL_NBYTES)
-    with_first = has_header & np.append(is_small, False)[first]
-    apart = np.flatnonzero(has_header & ~with_first)
-    work = [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in apart.tolist()]
-    write = partial(_write_small, plan, frozenset(first[with_first].tolist()), buffers, store)
-    small = rows[is_small[rows]]
-    work += [
-        Work(nbytes, partial(write, batch), nbytes)
-        for batch, nbytes in batches(small.tolist(), plan.nbytes[small].tolist())
-    ]
-    for row in rows[~is_small[rows]].tolist():
+    orders = plan.derived(orders_of, store.capabilities.concurrency > 0)
+    work = [Work(0, partial(write_header, plan.arrays[number], store), 0) for number in orders.apart]
+    write = partial(_write_small, plan, buffers, store)
+    work += [Work(batch.nbytes, partial(write, batch), batch.nbytes) for batch in orders.small]
+    for row in orders.large:
         work += _writers(plan, row, buffers, store)
     return work
 
 
-def _rows(plan: SavePlan, rows: Sequence[int]) -> Iterator[_Row]:
-    """Yield rows of the plan."""
-    columns = (plan.pieces.array, plan.pieces.shard, plan.pieces.run, plan.nbytes)
-    return zip(rows, *(column[rows].tolist() for column in columns), strict=True)
-
-
-def _write_small(
-    plan: SavePlan, begins: Collection[int], buffers: Sequence[Buffer], store: Store, rows: Sequence[int]
-) -> ChunkRows:
-    """Write fragments of the plan, by their rows; those that are in `begins` with the metadata of their arrays."""
+def _write_small(plan: SavePlan, buffers: Sequence[Buffer], store: Store, batch: Batch) -> ChunkRows:
+    """Write small fragments of the plan, and metadata of their arrays."""
     found: list[Digest] = []
-    for row, number, shard, run, nbytes in _rows(plan, rows):
-        array, buffer = plan.arrays[number], buffers[shard]
-        if row in begins:
+    for number, shard, run, shape, name, text, chunk in batch.whole:
+        if name:
+            store.create(name, (memoryview(text),), len(text))
+        found.append((number, 0, write_plain(store, chunk, as_bytes(buffers[shard].get(shape, run, WHOLE)))))
+    for row, begins in batch.others:
+        number, source = int(plan.pieces.array[row]), plan.fragment(row)
+        array, buffer = plan.arrays[number], buffers[plan.pieces.shard[row]]
+        if begins:
             write_header(array, store)
-        grid = array.grid
-        if grid.is_single and nbytes == array.layout.chunk_nbytes:  # most of them, and worth a shortcut
-            values = buffer.get(grid.shape, run, WHOLE)
-            found.append((number, 0, write_chunk(store, array, grid.index(0), values)))
-        else:
-            source = plan.fragment(row)
-            found += _digests(number, array, source, buffer, store, _pieces(grid, source.box))
+        found += _digests(number, array, source, buffer, store, _pieces(array.grid, source.box))
     return _chunk_rows(found)
 
 

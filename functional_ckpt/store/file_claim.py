@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
@@ -39,7 +40,7 @@ _MAX_NBYTES = 2**28
 
 @attrs.define(eq=False)
 class Claim:
-    """A claim held by this process until `release`.
+    """A claim held by this process until `release`, or until nobody refers to it: then its save cannot end any more.
 
     Examples
     --------
@@ -53,6 +54,12 @@ class Claim:
     path: Path | None
     _file: int | None
     _url: str | None = None
+    _owner: int = attrs.field(factory=os.getpid, init=False)
+
+    def __del__(self) -> None:
+        # A forked child has the object too, and would drop the lock for both.
+        if os.getpid() == self._owner and not sys.is_finalizing():
+            self.drop()
 
     @classmethod
     def take_in_memory(cls, url: str) -> "Claim":
@@ -166,8 +173,9 @@ class Claim:
 
     def drop(self) -> None:
         """Drop the lock and leave the file."""
-        if self._url is not None:
-            _MEMORY.pop(self._url, None)
+        url, self._url = self._url, None
+        if url is not None:
+            _MEMORY.pop(url, None)
         file, self._file = self._file, None
         if file is not None:
             # A forked child shares the lock with us; unlocking by hand drops it for both.

@@ -105,7 +105,7 @@ class FileStore:
                 written = os.write(file, parts[0]) if is_simple else 0
                 if written < nbytes:
                     _fill(file, parts, nbytes, each, written)
-                if synced and self._unsynced.keep(name, file, nbytes):
+                if synced and self._unsynced.keep(self._prefix + name, file, nbytes):
                     return
                 if synced:
                     os.fsync(file)
@@ -119,7 +119,7 @@ class FileStore:
         except FileExistsError:
             raise AlreadyExistsError("an object exists already", path=name, found=self.url) from None
         except OSError as error:
-            raise storage_error("writing", name, error) from error
+            raise storage_error("writing", self._prefix + name, error) from error
 
     def batch(self) -> Unsynced:
         """Return what keeps the files that are created in its ``with`` block, and syncs them at the end."""
@@ -155,7 +155,7 @@ class FileStore:
         new = name + NEW
         # Synced here: a power cut must not leave the name without the content.
         self.create(new, [memoryview(data)], len(data), None, self.sync != "none")
-        with storage_errors("publishing", name):
+        with storage_errors("publishing", self._prefix + name):
             try:
                 os.link(self._prefix + new, self._prefix + name)
             except OSError as error:
@@ -194,7 +194,7 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise storage_error("reading", name, error) from error
+            raise storage_error("reading", self._prefix + name, error) from error
 
     def nbytes_of(self, name: str) -> int | None:
         """Return a file's size, or None."""
@@ -206,7 +206,7 @@ class FileStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise storage_error("looking at", name, error) from error
+            raise storage_error("looking at", self._prefix + name, error) from error
 
     def read_into(self, name: str, into: memoryview, each: OnBlock | None = None) -> None:
         """Read the beginning of a file directly into the caller's memory."""
@@ -217,11 +217,11 @@ class FileStore:
             finally:
                 os.close(file)
         except OSError as error:
-            raise storage_error("reading", name, error) from error
+            raise storage_error("reading", self._prefix + name, error) from error
 
     def read_ranges(self, name: str, starts: Sequence[int], nbytes: int, into: memoryview) -> None:
         """Read ranges of a file directly into the caller's memory, and no other pages that nobody here wants."""
-        with storage_errors("reading", name):
+        with storage_errors("reading", self._prefix + name):
             file = self._open(name)
             try:
                 advise_ranges(file, starts, nbytes, self._readers)
@@ -233,7 +233,7 @@ class FileStore:
     def scan(self, name: str, nbytes: int, each: OnBlock) -> None:
         """Read the beginning of a file block by block, in the memory of one block."""
         block = memoryview(bytearray(min(nbytes, BLOCK_NBYTES)))
-        with storage_errors("reading", name):
+        with storage_errors("reading", self._prefix + name):
             file = self._open(name)
             try:
                 for start in range(0, nbytes, BLOCK_NBYTES):
@@ -292,7 +292,7 @@ class FileStore:
 
     def stamp(self, name: str) -> object:
         """Return inode number, size and time of a file; a stamp of a file written just now equals no other stamp."""
-        with storage_errors("looking at", name), suppress(FileNotFoundError, NotADirectoryError):
+        with storage_errors("looking at", self._prefix + name), suppress(FileNotFoundError, NotADirectoryError):
             found = self._stat(name)
             young = time.time_ns() - found.st_mtime_ns < _SETTLED_NS
             return object() if young else (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
@@ -315,7 +315,7 @@ class FileStore:
     def delete(self, names: Sequence[str]) -> None:
         """Delete files, and directories that become empty; a name with a slash at its end is that of a directory."""
         for name in names:
-            with storage_errors("deleting", name):
+            with storage_errors("deleting", self._prefix + name):
                 if not name.endswith("/"):
                     (self.root / name).unlink(missing_ok=True)
         for directory in {os.path.dirname(name): None for name in names if "/" in name}:

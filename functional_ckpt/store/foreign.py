@@ -1,7 +1,9 @@
 """The error for a path without a committed checkpoint: it tells what is there instead, and how to load that."""
 
 import json
+import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from itertools import islice
 
 import attrs
@@ -18,6 +20,7 @@ __all__ = ["why_not"]
 _OURS = frozenset([MANIFEST, PROVENANCE, f"{ROOT}{NEW}"])
 #: So many names are inspected, those in the directory itself first.
 _MAX_NAMES = 10_000
+_MAX_BESIDE = 1_000
 
 
 @attrs.frozen
@@ -94,7 +97,8 @@ def _without_root(store: Store) -> NotACheckpointError:
     if foreign is not None:
         found, remedy = foreign.name, foreign.remedy
     elif not names:
-        found, remedy = "nothing", "Check the path"
+        near = ", ".join(_beside(store))
+        found, remedy = "nothing", f"Check the path{near and f': beside it are checkpoints, such as {near}'}"
     elif below := sorted(set(_below(names)))[:3]:
         found, remedy = f"checkpoints in it: {', '.join(below)}", "Pass the path of one of them"
     elif begun or any(name in _OURS or (name.count("/") == 1 and _is_of_node(name)) for name in names):
@@ -103,6 +107,21 @@ def _without_root(store: Store) -> NotACheckpointError:
     else:
         found, remedy = f"other files: {', '.join(sorted(names)[:3])}", "Check the path"
     return NotACheckpointError("no checkpoint here", path=store.url, found=found, remedy=remedy)
+
+
+def _beside(store: Store) -> list[str]:
+    """Return a few directories beside the path that look like checkpoints, the most similar names first."""
+    if not isinstance(store, FileStore):
+        return []
+    above = store.root.parent
+    try:
+        with os.scandir(above) as found:
+            names = [entry.name for entry in islice(found, _MAX_BESIDE) if not entry.name.startswith(".")]
+        near = get_close_matches(store.root.name, names, _MAX_BESIDE, 0)
+        ours = (name for name in near if all((above / name / file).is_file() for file in (ROOT, MANIFEST)))
+        return list(islice(ours, 3))
+    except OSError:
+        return []
 
 
 def _below(names: list[str]) -> Iterator[str]:

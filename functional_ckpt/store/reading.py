@@ -23,10 +23,11 @@ from functional_ckpt.show.bar import Count, displayed
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.base import Store
 from functional_ckpt.store.chunk import check_chunk, check_digest, chunk_digest, decoding_nbytes
-from functional_ckpt.store.commit import CONSOLIDATED, CONSOLIDATED_END, manifest_digest, root_metadata
-from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
+from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, metadata_path
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import open_store
+from functional_ckpt.store.root import CONSOLIDATED, CONSOLIDATED_END, members, root_metadata
+from functional_ckpt.store.target import manifest_digest
 from functional_ckpt.store.work import Work, at_once, most_at_once, run_all
 
 __all__ = ["Opened", "VerifyReport", "read_manifest", "root_attributes", "verify"]
@@ -270,7 +271,8 @@ def _root_problem(store: Store, manifest: Manifest) -> ProblemError | None:
     try:
         root = json.loads(store.read(ROOT) or b"")
         ours = root["attributes"][FORMAT]
-        made = (json.loads(root_metadata(manifest, ours["manifest"], consolidate)) for consolidate in (True, False))
+        forms = (members(manifest.arrays), None)
+        made = (json.loads(root_metadata(manifest, ours["manifest"], consolidated)) for consolidated in forms)
         # A later minor version may have more in the root.
         if tuple(ours["version"]) > VERSION or root in made:
             return None
@@ -287,7 +289,7 @@ def _checks(store: Store, entry: ArrayEntry) -> list[Work]:
     def header() -> ProblemError | None:
         expected = array_metadata(entry.spec, entry.layout)
         try:
-            data = store.read(f"{node_name(entry.spec.key)}/zarr.json", len(expected))
+            data = store.read(metadata_path(entry.spec.key), len(expected))
         except ProblemError as error:
             return changed(error, key=entry.spec.key)
         if data == expected:

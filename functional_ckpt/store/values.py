@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from functional_ckpt.errors import CorruptionError, ObjectCodecError
-from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.store.data_types import DATA_DECODERS, encode_data
 
 __all__ = [

@@ -116,7 +116,7 @@ def check_fragments(shard: ShardSpec, local: Array, global_: Array) -> None:
 
 
 def check_layout(array: ArraySpec, boxes: Iterable[Box], policy: LayoutPolicy, layout: Layout) -> None:
-    """Check a layout for `array` written as `boxes`: exclusive chunks have one writer and a bounded size.
+    """Check a layout for `array` written as `boxes`: exclusive chunks have one writer, others a bounded size.
 
     Examples
     --------

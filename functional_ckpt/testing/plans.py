@@ -18,8 +18,8 @@ from functional_ckpt.plan.manifest import (
     PerRankEntry,
     RankItem,
     ValueEntry,
-    canonical,
 )
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.run.policy import SavePolicy
 from functional_ckpt.spec.array import BITS, ArraySpec
 from functional_ckpt.spec.box import Box

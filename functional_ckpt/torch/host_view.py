@@ -39,15 +39,16 @@ def dtype_name_of(key: str, leaf: torch.Tensor) -> str:
     return name
 
 
-def host_view(tensor: torch.Tensor) -> Array:
-    """Return a CPU tensor's memory as a numpy array, of any strides, with an ml_dtypes type if numpy has none.
+def host_view(tensor: torch.Tensor, name: str) -> Array:
+    """Return the memory of a CPU tensor of data type `name` as a numpy array, of any strides.
+
+    Its type is one of ml_dtypes if numpy has none.
 
     Examples
     --------
-    >>> host_view(torch.ones(2, dtype=torch.bfloat16)).dtype
+    >>> host_view(torch.ones(2, dtype=torch.bfloat16), "bfloat16").dtype
     dtype(bfloat16)
     """
-    name = DTYPE_NAMES[tensor.dtype]
     if name in BITS:
         words: Array = tensor.detach().view(getattr(torch, BITS[name])).numpy()
         return words.view(numpy_dtype(name))

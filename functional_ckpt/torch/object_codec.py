@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from functional_ckpt.errors import ObjectCodecError, UnsupportedLeafError
-from functional_ckpt.plan.manifest import canonical
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.run.leaves import PerRank
 from functional_ckpt.store.data_types import encode_data
 from functional_ckpt.store.encoding import Array
@@ -92,7 +92,12 @@ def dump(key: str, value: Any) -> Array:
         if any(name in data for name in _SETS):
             data = _bytes_of(value, _SortingPickler)
     except Exception as error:  # pickling calls code of the object, which can raise any exception
-        raise ObjectCodecError("an object cannot be pickled", key, found=f"{type(error).__name__}: {error}") from error
+        raise ObjectCodecError(
+            "an object cannot be pickled",
+            key,
+            found=f"{type(error).__name__}: {error}",
+            remedy="Save what it holds as plain values, or leave it out of the state",
+        ) from error
     return np.frombuffer(data, np.uint8)
 
 

@@ -47,7 +47,8 @@ class DeviceBuffer:
 
     def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
         """Copy a region to the host."""
-        return host_view(self._piece(shape, run, region).cpu())
+        piece = self._piece(shape, run, region).cpu()
+        return host_view(piece, DTYPE_NAMES[piece.dtype])
 
     def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
         """Copy a region to the device; the host converts the data type first, as for memory of its own."""
@@ -120,7 +121,7 @@ class TorchLeaves:
         if isinstance(leaf, DTensor):
             return Target.of(_held_parts(key, leaf, local), rank, leaf)
         spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
-        buffer = _buffer(local)
+        buffer = _buffer(key, local)
         return Target(_whole_identity(leaf, buffer), (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
@@ -138,18 +139,19 @@ class TorchLeaves:
 def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
     """Describe the parts of a DTensor that this rank holds; `local` is its local tensor."""
     spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
-    # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
-    # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
-    placements = leaf.placements
-    identity: Hashable
-    if local.numel():
-        identity = _identity(local, placements)
-    else:
-        identity = (local.untyped_storage()._cdata, spec.shape, spec.dtype, placements)
     # Not get_rank(), which checks ten times as long as this takes.
     world = dist.group.WORLD
     rank = dist.get_rank() if world is None else world.rank()
-    sharding, buffers = _placed(spec, leaf, local, rank)
+    sharding = _sharding(key, leaf.device_mesh, leaf.placements, rank)
+    # One memory is other parts of an array on another mesh.
+    # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
+    # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
+    identity: Hashable
+    if local.numel():
+        identity = _identity(local, sharding)
+    else:
+        identity = (local.untyped_storage()._cdata, spec.shape, spec.dtype, sharding)
+    buffers = _placed(spec, sharding, local, rank)
     return HeldArray(spec, buffers, False, identity, sharding, place=rank)
 
 
@@ -169,11 +171,11 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is not None and tensor.is_cpu and type(tensor) in _PLAIN_TYPES:
         try:  # torch gives no array of a tensor that is not dense, or conjugated, or negated: one call instead of nine
-            return dtype, _buffer(tensor)
+            return dtype, _buffer(key, tensor, dtype)
         except (RuntimeError, TypeError):
             pass
     _check_readable(key, tensor, rank)
-    return dtype_name_of(key, tensor), _buffer(_resolved(tensor))
+    return dtype_name_of(key, tensor), _buffer(key, _resolved(tensor))
 
 
 def _check_readable(key: str, tensor: torch.Tensor, rank: int) -> None:
@@ -200,7 +202,7 @@ def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
         found = "a meta tensor" if tensor.is_meta else "a DTensor"
         raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
     _check_fillable(key, tensor)
-    return dtype_name_of(key, tensor), _buffer(tensor)
+    return dtype_name_of(key, tensor), _buffer(key, tensor)
 
 
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
@@ -232,7 +234,7 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
                 expected=expected,
                 found="no memory" if tensor.is_meta else found,
             )
-    return HeldArray(array, tuple(_buffer(tensor) for tensor in tensors), False, id(leaf), None, shards)
+    return HeldArray(array, tuple(_buffer(key, tensor) for tensor in tensors), False, id(leaf), None, shards)
 
 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
@@ -244,13 +246,12 @@ def _local(leaf: torch.Tensor) -> torch.Tensor:
     return _detached(leaf.to_local() if local is None else local)
 
 
-def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor, rank: int) -> tuple[Sharding, tuple[Buffer, ...]]:
-    sharding = _sharding(spec.key, leaf.device_mesh, leaf.placements)
+def _placed(spec: ArraySpec, sharding: Sharding, local: torch.Tensor, rank: int) -> tuple[Buffer, ...]:
     shape = tuple(local.shape)
     buffers: list[Buffer] = []
     for box, _, region in sharding.places(spec.shape, rank):
         if region.shape == shape:
-            buffers.append(_buffer(local))
+            buffers.append(_buffer(spec.key, local))
             continue
         if not Box.from_shape(shape).contains(region):
             raise SpecError(
@@ -261,28 +262,28 @@ def _placed(spec: ArraySpec, leaf: DTensor, local: torch.Tensor, rank: int) -> t
                 expected=region.shape,
                 found=shape,
             )
-        buffers.append(_buffer(local[region.slices] if region.size else local))
-    return sharding, tuple(buffers)
+        buffers.append(_buffer(spec.key, local[region.slices] if region.size else local))
+    return tuple(buffers)
 
 
-def _sharding(key: str, mesh: Any, placements: tuple[Any, ...]) -> Sharding:
-    known = _SHARDINGS.get((mesh, placements))
+def _sharding(key: str, mesh: Any, placements: tuple[Any, ...], rank: int) -> Sharding:
+    known = _SHARDINGS.get((mesh, placements, rank))
     if known is None:
-        known = Sharding(_mesh(mesh), tuple(_placement(key, placement) for placement in placements))
+        known = Sharding(_mesh(mesh, rank), tuple(_placement(key, placement) for placement in placements))
         if len(_SHARDINGS) >= _MAX_SHARDINGS:
             _SHARDINGS.clear()
-        _SHARDINGS[mesh, placements] = known
+        _SHARDINGS[mesh, placements, rank] = known
     return known
 
 
 #: Meshes and placements as values: a state has thousands of tensors and few of these.
-_SHARDINGS: dict[tuple[Any, tuple[Any, ...]], Sharding] = {}
+_SHARDINGS: dict[tuple[Any, tuple[Any, ...], int], Sharding] = {}
 _MAX_SHARDINGS = 256
 
 
 @lru_cache(maxsize=64)
-def _mesh(mesh: Any) -> Mesh:
-    """Return a device mesh as a value."""
+def _mesh(mesh: Any, rank: int) -> Mesh:
+    """Return a device mesh as a value; a part of a mesh is equal on all ranks, and tells of which rank it is asked."""
     return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
@@ -325,12 +326,36 @@ def _checked(device: str) -> str:
     return device
 
 
-def _buffer(tensor: torch.Tensor) -> Buffer:
+def _buffer(key: str, tensor: torch.Tensor, dtype: str | None = None) -> Buffer:
+    """Return the memory of a tensor; whoever knows the name of its data type passes it."""
     if tensor.is_cpu:
-        return HostBuffer(host_view(tensor), tensor.data_ptr())
+        address = tensor.data_ptr()
+        if not address or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            _check_memory(key, tensor)
+        return HostBuffer(host_view(tensor, dtype or DTYPE_NAMES[tensor.dtype]), address)
+    if tensor.is_cuda:
+        _check_memory(key, tensor)
     # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
     wait_for(tensor.device)
     return DeviceBuffer(tensor)
+
+
+def _check_memory(key: str, tensor: torch.Tensor) -> None:
+    """Raise for a tensor whose storage was given back, as FSDP does between steps: its address is anybody's."""
+    if not tensor.numel():
+        return
+    last = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    found = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    if found < needed:
+        raise UnsupportedLeafError(
+            "a tensor has no memory: its storage was freed or made smaller",
+            key,
+            shape=tuple(tensor.shape),
+            expected=f"{needed} bytes",
+            found=f"{found} bytes",
+            remedy="Gather it first, as with summon_full_params, or pass the sharded parameter",
+        )
 
 
 def _check_type(key: str, leaf: torch.Tensor) -> None:
@@ -352,15 +377,15 @@ def _whole_identity(leaf: torch.Tensor, buffer: Buffer) -> Hashable:
     # A conjugated or negated view was resolved to a copy, which nothing else shares.
     if isinstance(buffer, HostBuffer) and buffer.address and buffer.address == leaf.data_ptr():
         return buffer
-    return _identity(leaf, ())
+    return _identity(leaf, None)
 
 
-def _identity(tensor: torch.Tensor, placements: tuple[Any, ...]) -> Hashable:
+def _identity(tensor: torch.Tensor, sharding: Sharding | None) -> Hashable:
     address = tensor.data_ptr()
     if not address:  # meta tensors and empty ones
         return id(tensor)
     form = _same_form((tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()))
-    return address, tensor.device, form, placements
+    return address, tensor.device, form, sharding
 
 
 # Thousands of tensors have one form: each would keep its own, with a shape, for the collector to look at.

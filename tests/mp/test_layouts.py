@@ -238,3 +238,30 @@ def empty_ties(path):
 
 def test_empty_shards_are_tied_only_if_they_are(four, tmp_path):
     assert four.run(empty_ties, tmp_path / "a")[0] == ([("c", "a")], 10)
+
+
+def one_memory(path):
+    """Ranks hold one memory as parts of two tensors, which lie on their meshes in opposite order."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    if "back" not in launch.meshes:
+        launch.meshes["back"] = DeviceMesh("cpu", torch.tensor([3, 2, 1, 0]))
+    local = torch.full((1, 2), launch.rank() + 1.0)
+    state = {
+        key: DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        for key, mesh in (("back", launch.meshes["back"]), ("forth", launch.mesh(4)), ("tied", launch.mesh(4)))
+    }
+    manifest = fc.save(state, path, policy=SHARED)
+    local.zero_()
+    fc.load(state, path)
+    assert (local == launch.rank() + 1.0).all()
+    return [(alias.key, alias.target) for alias in manifest.aliases]
+
+
+def test_one_memory_on_two_meshes_is_not_tied(four, tmp_path):
+    assert four.run(one_memory, tmp_path / "a")[0] == [("tied", "forth")]
+    found = fc.open_checkpoint(tmp_path / "a")
+    assert found["forth"][:, 0].tolist() == [1, 2, 3, 4]
+    assert found["back"][:, 0].tolist() == [4, 3, 2, 1]

@@ -18,9 +18,9 @@ OBJECTS = (
         ("tests/stores/test_savers.py", "-k", "on_its_way"),
     ),
     Mutant(
-        "the root is sent with what it names", "store/commit.py",
-        "texts = (*first, (MANIFEST, text),",
-        "texts = (*first, (ROOT, root_metadata(manifest, manifest_digest(text), consolidate)), (MANIFEST, text),",
+        "the root is sent with what it names", "run/closing.py",
+        "files += [(MANIFEST, text),",
+        "files += [(\"zarr.json\", root_metadata(manifest, manifest_digest(text), None)), (MANIFEST, text),",
         ("tests/stores/test_savers.py", "-k", "taken_for_dead"),
     ),
     Mutant(

@@ -19,8 +19,8 @@ REMEMBERED = (
         ("tests/test_syncs.py", "-k", "fails_the_save"),
     ),
     Mutant(
-        "small pieces are written many at a time where each waits for a server", "store/execute.py",
-        "(0 if store.capabilities.concurrency else SMALL_NBYTES)", "SMALL_NBYTES",
+        "small pieces are written many at a time where each waits for a server", "store/orders.py",
+        "(0 if waits else SMALL_NBYTES)", "SMALL_NBYTES",
         ("tests/test_small.py",),
     ),
     Mutant(

@@ -37,7 +37,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from functional_ckpt.errors import SpecError, UnsupportedLeafError
-from functional_ckpt.plan.manifest import Manifest, RankItem, canonical
+from functional_ckpt.plan.manifest import Manifest, RankItem
+from functional_ckpt.plan.record import canonical
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.tree import DictKey, Path
@@ -228,14 +229,16 @@ def stored_metadata(manifest: Manifest, url: str | None) -> Metadata:
 
 
 def _tensor_metadata(spec: ArraySpec) -> TensorStorageMetadata:
-    chunk = _whole_chunk(spec.shape)
-    return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[spec.dtype]), chunk.sizes, [chunk])
+    origin, size = _bounds(spec.shape)
+    # Whoever got the metadata may change it: each tensor has its own chunk.
+    chunk = ChunkStorageMetadata(origin, size)
+    return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[spec.dtype]), size, [chunk])
 
 
 # Thousands of tensors have the same shape.
 @lru_cache(maxsize=1024)
-def _whole_chunk(shape: tuple[int, ...]) -> ChunkStorageMetadata:
-    return chunk_of(Box.from_shape(shape))
+def _bounds(shape: tuple[int, ...]) -> tuple[torch.Size, torch.Size]:
+    return torch.Size((0,) * len(shape)), torch.Size(shape)
 
 
 def paths(manifest: Manifest) -> dict[str, tuple[Any, ...]]:

@@ -222,7 +222,7 @@ def _broken(mine: _Note, absent: tuple[int, ...], waits: Sequence[str]) -> RankF
         "the group of ranks broke while they agreed or exchanged data",
         rank=absent or None,
         found=found,
-        remedy="The rank died, hangs, calls another function, or takes longer than the policy's timeout_s",
+        remedy="The rank died, hangs, calls another function or none, or takes longer than the policy's timeout_s",
     )
 
 

@@ -7,15 +7,18 @@ from functional_ckpt.errors import NotACheckpointError, PolicyError
 from functional_ckpt.store.access import StorePolicy
 from functional_ckpt.store.foreign import why_not
 from functional_ckpt.store.opening import directory_of, open_store
-from functional_ckpt.torch.megatron.halves import BACKEND, check_halves, format_of
+from functional_ckpt.torch.megatron.halves import BACKEND, VERSION, check_halves, format_of
 from functional_ckpt.torch.megatron.strategies.base import (
+    AsyncSaveShardedStrategy,
     LoadCommonStrategy,
     LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
     StrategyAction,
     get_default_strategy,
 )
 
-__all__ = ["access_of", "get_default_load_sharded_strategy", "loaders_of", "strategy_for"]
+__all__ = ["access_of", "get_default_load_sharded_strategy", "loaders_of", "savers_of", "strategy_for"]
 
 
 def access_of(*strategies: Any) -> StorePolicy:
@@ -50,6 +53,28 @@ def strategy_for(action: StrategyAction, wanted: Any, kind: type[Any]) -> Any:
     if not isinstance(found, kind):
         raise PolicyError(f"this is not a strategy for {action.value}", expected=kind.__name__, found=repr(found))
     return found
+
+
+def savers_of(
+    sharded_strategy: Any, common_strategy: Any, in_background: bool
+) -> tuple[SaveShardedStrategy, SaveCommonStrategy]:
+    """Return the strategies that save the two halves of a state dict: the built-in ones for None.
+
+    Raises
+    ------
+    PolicyError
+        If the strategy of the sharded half cannot save in the background, and is to.
+    """
+    built_in = (BACKEND, VERSION)
+    sharded_saver = strategy_for(StrategyAction.SAVE_SHARDED, sharded_strategy or built_in, SaveShardedStrategy)
+    common_saver = strategy_for(StrategyAction.SAVE_COMMON, common_strategy or built_in, SaveCommonStrategy)
+    if in_background and not isinstance(sharded_saver, AsyncSaveShardedStrategy):
+        raise PolicyError(
+            "this strategy cannot save in the background",
+            found=str(sharded_saver),
+            remedy="Pass a strategy with async_save, or async_sharded_save=False",
+        )
+    return sharded_saver, common_saver
 
 
 def loaders_of(

@@ -12,7 +12,6 @@ from functional_ckpt.api import named
 from functional_ckpt.errors import (
     AlreadyExistsError,
     CorruptionError,
-    PolicyError,
     ReplacedError,
     SpecError,
 )
@@ -25,10 +24,10 @@ from functional_ckpt.torch.megatron.choice import (
     access_of,
     get_default_load_sharded_strategy,
     loaders_of,
-    strategy_for,
+    savers_of,
 )
 from functional_ckpt.torch.megatron.core import CheckpointingConfig, read_config, write_config
-from functional_ckpt.torch.megatron.halves import BACKEND, VERSION, make_way, root_of
+from functional_ckpt.torch.megatron.halves import make_way, root_of
 from functional_ckpt.torch.megatron.sharded_base import CommonStateDict, ShardedStateDict, StateDict
 from functional_ckpt.torch.megatron.state_parts import Parts, assembled, objects_of, tensors_of
 from functional_ckpt.torch.megatron.strategies.async_calls import AsyncRequest
@@ -38,7 +37,6 @@ from functional_ckpt.torch.megatron.strategies.base import (
     LoadShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
-    StrategyAction,
     get_default_save_common_strategy,
     get_default_save_sharded_strategy,
 )
@@ -123,16 +121,7 @@ def save(
     >>> load({"w": tail}, path, validate_access_integrity=False)
     {'step': 3, 'w': tensor([2, 3])}
     """
-    sharded_saver = strategy_for(
-        StrategyAction.SAVE_SHARDED, sharded_strategy or (BACKEND, VERSION), SaveShardedStrategy
-    )
-    common_saver = strategy_for(StrategyAction.SAVE_COMMON, common_strategy or (BACKEND, VERSION), SaveCommonStrategy)
-    if async_sharded_save and not isinstance(sharded_saver, AsyncSaveShardedStrategy):
-        raise PolicyError(
-            "this strategy cannot save in the background",
-            found=str(sharded_saver),
-            remedy="Pass a strategy with async_save, or async_sharded_save=False",
-        )
+    sharded_saver, common_saver = savers_of(sharded_strategy, common_strategy, async_sharded_save)
     access = access_of(sharded_saver, common_saver)
     state = {**sharded_state_dict, _CONTENT: content_metadata} if content_metadata is not None else sharded_state_dict
     gather = _gather("save", checkpoint_dir)

@@ -12,13 +12,14 @@ import attrs
 from functional_ckpt.errors import AlreadyExistsError, CheckpointWarning, KeyMismatchError, PolicyError, add_notes
 from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.store.base import storage_errors
-from functional_ckpt.store.commit import Site, abandon, manifest_digest, root_metadata
+from functional_ckpt.store.commit import Site, abandon, manifest_digest
 from functional_ckpt.store.directories import Identity, identity_of
-from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, node_name
+from functional_ckpt.store.encoding import MANIFEST, ROOT, array_metadata, metadata_path, node_name
 from functional_ckpt.store.file_claim import Claim
 from functional_ckpt.store.files import FileStore
 from functional_ckpt.store.opening import directory_of, local_path
 from functional_ckpt.store.reading import read_manifest
+from functional_ckpt.store.root import members, root_metadata
 from functional_ckpt.store.target import exchange, synced
 from functional_ckpt.store.temporary import claim_name, new_save_id, working_name
 
@@ -69,8 +70,9 @@ def remove_arrays(path: str | Path, keys: Iterable[str]) -> None:
     text = left.to_json()
     with storage_errors("reading", ROOT):
         consolidated = "consolidated_metadata" in json.loads((final / ROOT).read_bytes())
-    files = {MANIFEST: text, ROOT: root_metadata(left, manifest_digest(text), consolidated)}
-    headers = {f"{node_name(e.spec.key)}/{ROOT}": array_metadata(e.spec, e.layout) for e in moved.values()}
+    root = root_metadata(left, manifest_digest(text), members(left.arrays) if consolidated else None)
+    files = {MANIFEST: text, ROOT: root}
+    headers = {metadata_path(e.spec.key): array_metadata(e.spec, e.layout) for e in moved.values()}
     nodes = {node_name(key) for key in gone}
     renamed = {node_name(old): node_name(entry.spec.key) for old, entry in moved.items()}
     _replace(final, seen, nodes, renamed, {**headers, **files})
