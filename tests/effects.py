@@ -51,11 +51,9 @@ def watched(root, handle):
             if not any(path is not None and (path + "/").startswith(root + "/") for path in paths):
                 return real(*arguments, **options)
             creates = name == "open" and arguments[1] & os.O_CREAT
-            try:
-                found = handle(Call("create" if creates else name, paths, real, arguments, options))
-            finally:
-                if name == "close":
-                    files.pop(arguments[0], None)
+            if name == "close":  # before the call: once it is done, another thread may get the number for its file
+                files.pop(arguments[0], None)
+            found = handle(Call("create" if creates else name, paths, real, arguments, options))
             if name == "open":
                 files[found] = paths[0]
             return found

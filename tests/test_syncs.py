@@ -205,3 +205,24 @@ def test_a_sync_that_fails_on_one_rank_fails_on_all(tmp_path):
             (errors.StorageError, f"x{rank}/c.0") for rank in (1, 2)
         ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_the_number_of_one_just_closed_is_watched_too(tmp_path):
+    """As when another thread opens it before the one that closes goes on: its sync could not be refused."""
+    seen, opened = [], []
+
+    def handle(call):
+        seen.append((call.name, os.path.basename(call.paths[0])))
+        found = call.do()
+        if call.name == "close" and not opened:
+            opened.append(os.open(tmp_path / "second", os.O_CREAT | os.O_WRONLY))
+        return found
+
+    with watched(tmp_path, handle):
+        first = os.open(tmp_path / "first", os.O_CREAT | os.O_WRONLY)
+        os.close(first)
+        assert opened == [first]
+        os.fsync(first)
+        os.close(first)
+    assert [file for _, file in seen] == ["first", "first", "second", "second", "second"]
+    assert [name for name, _ in seen] == ["create", "close", "create", "fsync", "close"]
