@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.entry import RankItem
+from functional_ckpt.plan.listing import path_from_json
 from functional_ckpt.plan.manifest import (
     DIGEST_NBYTES,
     VERSION,
     Manifest,
-    path_from_json,
 )
 from functional_ckpt.plan.record import canonical, path_text, path_to_json
 from functional_ckpt.spec.tree import DictKey

@@ -13,9 +13,9 @@ from functional_ckpt import async_save, open_checkpoint, release_staging
 from functional_ckpt.store.buffer import WHOLE, HostBuffer
 from functional_ckpt.store.pool import StagingPool
 from functional_ckpt.store.staging import staged
-from functional_ckpt.torch import devices, tensors
+from functional_ckpt.torch import devices, memory, tensors
 from functional_ckpt.torch.devices import DeviceCopier
-from functional_ckpt.torch.tensors import DeviceBuffer
+from functional_ckpt.torch.memory import DeviceBuffer
 from tests.test_staging import CHUNK, FAST, is_mapped
 
 
@@ -101,13 +101,27 @@ def _empty_pool():
     release_staging()
 
 
+@contextlib.contextmanager
+def far(copier):
+    """Let tensors be in memory that only `copier` reaches."""
+
+    def buffer_of(key, tensor):
+        return DeviceBuffer(tensor.as_subclass(Far))
+
+    with contextlib.ExitStack() as patches:
+        for module in (memory, tensors):
+            patches.enter_context(patch.object(module, "buffer_of", buffer_of))
+            patches.enter_context(patch.object(module, "host_memory", lambda key, tensor: None))
+        patches.enter_context(patch.object(memory, "copier_of", lambda device: copier))
+        yield
+
+
 @pytest.fixture
 def device():
     """Let tensors be on such a device; return what is called for it, and the copier."""
     api = Far.api = Api()
     copier = DeviceCopier(torch.device("cpu"), api)
-    far = patch.object(tensors, "_buffer", lambda key, tensor, _=None: DeviceBuffer(tensor.as_subclass(Far)))
-    with far, patch.object(tensors, "copier_of", lambda device: copier):
+    with far(copier):
         yield api
 
 
@@ -153,7 +167,7 @@ def test_a_forked_child_has_no_device(device, tmp_path):
 def test_what_the_device_computes_comes_first(device):
     tensor = torch.zeros(4)
     device.main.todo.append(lambda: tensor.fill_(3))
-    [copy] = staged([tensors._buffer("w", tensor)], [4], StagingPool())
+    [copy] = staged([memory.buffer_of("w", tensor)], [4], StagingPool())
     assert copy.get((4,), 0, WHOLE).tolist() == [3] * 4
 
 
@@ -170,7 +184,7 @@ def test_a_copy_that_fails_does_not_let_others_go_on(where, device):
         return before(buffer, *arguments)
 
     before = getattr(type(broken), name)
-    good = tensors._buffer("w", torch.ones(4))
+    good = memory.buffer_of("w", torch.ones(4))
     with patch.object(type(broken), name, fail), pytest.raises(KeyboardInterrupt):
         staged([good, broken], [4, 3], pool)
     assert not device.streams[0].todo
@@ -181,16 +195,15 @@ def test_a_copy_that_fails_does_not_let_others_go_on(where, device):
 def test_memory_that_cannot_be_pinned_does_too(tmp_path):
     api = Far.api = Api(refuses=True)
     copier = DeviceCopier(torch.device("cpu"), api)
-    far = patch.object(tensors, "_buffer", lambda key, tensor, _=None: DeviceBuffer(tensor.as_subclass(Far)))
-    with far, patch.object(tensors, "copier_of", lambda device: copier):
+    with far(copier):
         async_save(far_state(3), tmp_path / "a", policy=FAST).result()
     assert set(np.unique(open_checkpoint(tmp_path / "a")["w"][...])) == {3}
     assert not api.pinned
 
 
 def test_a_device_without_streams_is_copied_by_the_host(device):
-    with patch.object(tensors, "copier_of", lambda device: None):
-        [copy] = staged([tensors._buffer("w", torch.arange(4))], [4], StagingPool())
+    with patch.object(memory, "copier_of", lambda device: None):
+        [copy] = staged([memory.buffer_of("w", torch.arange(4))], [4], StagingPool())
     assert copy.get((4,), 0, WHOLE).tolist() == [0, 1, 2, 3]
     assert not device.streams
 

@@ -22,7 +22,7 @@ from functional_ckpt.spec.box import Box, known_box
 from functional_ckpt.spec.shard import ShardSpec, known_shard
 from functional_ckpt.store import encoding
 from functional_ckpt.store.buffer import HostBuffer, address_of
-from functional_ckpt.torch import tensors
+from functional_ckpt.torch import memory, tensors
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
 
 SPEC = ArraySpec("w", (4, 2), "bfloat16")
@@ -127,7 +127,7 @@ def test_a_tensor_is_described_as_if_all_was_asked(kind):
 
     def ask_all():
         tensors._check_readable("w", tensor, 0)
-        return tensors.dtype_name_of("w", tensor), tensors._buffer("w", tensors._resolved(tensor))
+        return tensors.dtype_name_of("w", tensor), memory.buffer_of("w", tensors._resolved(tensor))
 
     assert told(lambda: tensors.readable("w", tensor, 0)) == told(ask_all)
 

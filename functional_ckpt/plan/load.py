@@ -13,6 +13,7 @@ from functional_ckpt.errors import (
     ShapeError,
     raise_problems,
 )
+from functional_ckpt.plan.derived import Deriving
 from functional_ckpt.plan.layout import ArrayPlan
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.plan.owner import choose_owners, with_waves
@@ -51,7 +52,7 @@ class Fill:
 
 
 @attrs.frozen
-class LoadPlan:
+class LoadPlan(Deriving):
     """All reads and fills of one rank; the reads as columns, in the order of its shards.
 
     Each row of `pieces` is a region of array number `array` of `entries`, of which one shard wants a fragment.
@@ -123,11 +124,13 @@ def plan_load(
     numbers: dict[str, int] = {}
     array: list[int] = []
     for shard in wanted:
-        entry = stored.get(shard.array.key)
-        problem = _mismatch(entry, shard, cast, allow_shape_mismatch)
-        if problem is not None or entry is None:
-            problems += [problem] if problem else []
-            continue
+        wish = shard.array
+        entry = stored.get(wish.key)
+        if entry is None or entry.spec is not wish:  # one object for nearly all of thousands
+            problem = _mismatch(entry, shard, cast, allow_shape_mismatch)
+            if problem is not None or entry is None:
+                problems += [problem] if problem else []
+                continue
         number = numbers.setdefault(entry.spec.key, len(entries))
         entries += [entry] if number == len(entries) else []
         array.append(number)

@@ -7,22 +7,31 @@ error for anything else that is not a manifest.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from functools import cached_property, lru_cache
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
 
 import attrs
 
 from functional_ckpt.errors import CheckpointError, CorruptionError, FormatVersionError
 from functional_ckpt.plan.check import check_unique_keys
 from functional_ckpt.plan.entry import DIGEST_NBYTES, Alias, ArrayEntry, PerRankEntry, RankItem, ValueEntry
-from functional_ckpt.plan.layout import Layout, check_codecs, grid_of
+from functional_ckpt.plan.listing import (
+    array_of,
+    arrays_of,
+    list_of,
+    loads,
+    path_of,
+    split_arrays,
+    text_of,
+    whole_number,
+)
 from functional_ckpt.plan.record import Frame, array_text, canonical, frame_of, listed, path_text
 from functional_ckpt.plan.timings import Timings
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import outline_of
-from functional_ckpt.spec.array import BITS, check_key, known_spec
-from functional_ckpt.spec.tree import DictKey, Path
+from functional_ckpt.spec.array import check_key
 
 __all__ = [
     "DIGEST_NBYTES",
@@ -41,6 +50,9 @@ FORMAT = "functional_ckpt"
 #: The newest version that is written. A manifest without newer features is written as 1.0, byte for byte as before.
 VERSION = (1, 1)
 
+_UNREADABLE = (
+    CheckpointError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError,
+)  # fmt: skip
 _TAG = re.compile(r'"(~[A-Za-z_.]+)":')
 _TAGS_1_0 = frozenset((
     "~int", "~float", "~tuple", "~set", "~frozenset", "~dict", "~ordered", "~counter", "~bytes", "~complex", "~range",
@@ -124,10 +136,10 @@ class Manifest:
             If it is not a manifest.
         """
         try:
-            return _parse(json.loads(data, parse_constant=_refuse))
+            return _parse(data)
         except CheckpointError:
             raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        except _UNREADABLE as error:
             raise CorruptionError("the manifest cannot be read", found=f"{type(error).__name__}: {error}") from None
 
 
@@ -138,7 +150,7 @@ def check_version(version: Any) -> None:
     --------
     >>> check_version([1, 7])
     """
-    major, minor = (_int(n) for n in _list(version))
+    major, minor = (whole_number(n) for n in list_of(version))
     if min(major, minor) < 0:
         raise ValueError(f"no version: {version}")
     if major > VERSION[0]:
@@ -155,97 +167,41 @@ def _records(entries: Iterable[tuple[dict[str, Any], Any]]) -> str:
     return listed(canonical(_placed(record, entry)) for record, entry in entries)
 
 
-def path_from_json(coded: Any) -> Path:
-    """Return the path that `path_to_json` wrote."""
-    path: list[Any] = []
-    for item in _list(coded):
-        if isinstance(item, dict):
-            path.append(RankItem(_int(item["rank"])))
-        elif isinstance(item, list):
-            if len(item) != 1 or isinstance(item[0], (list, dict, str)):
-                raise ValueError(f"a path holds {item!r}")
-            path.append(DictKey(item[0]))
-        else:
-            path.append(item if isinstance(item, str) else _int(item))
-    return tuple(path)
-
-
 def _placed(record: dict[str, Any], entry: Any) -> dict[str, Any]:
     text = path_text(record["key"], entry.path)
     return record if text is None else {**record, "path": json.loads(text)}
 
 
-def _path_of(record: Mapping[str, Any]) -> Path | None:
-    if "path" not in record:
-        return tuple(_str(record["key"]).split("."))
-    return None if record["path"] is None else path_from_json(record["path"])
+def _parse(data: bytes) -> Manifest:
+    with suppress(*_UNREADABLE):  # what is wrong shows when all of it is parsed
+        split = split_arrays(data.decode())
+        if split is not None and (document := loads(split[0]))["arrays"] == []:
+            return _manifest_of(document, arrays_of(split[1]))
+    return _manifest_of(loads(data))
 
 
-def _array_from_json(record: Mapping[str, Any]) -> ArrayEntry:
-    shape, chunk = _ints(record["shape"]), _ints(record["chunk"])
-    spec = known_spec(_str(record["key"]), shape, _str(record["dtype"]))
-    codecs = tuple(_str(c) for c in _list(record["codecs"])) if "codecs" in record else ()
-    stored = _str(record.get("stored", spec.dtype))
-    ownership = _str(record.get("ownership", "exclusive"))
-    digests = _list(record["digests"])
-    layout = _layout(shape, spec.dtype, len(digests), ownership, chunk, codecs, stored)
-    if layout is None:
-        raise CorruptionError("an array of the manifest is inconsistent", spec.key, shape=shape, found=chunk)
-    object_codec = record.get("codec")
-    if object_codec is not None and (
-        object_codec not in ("json", "torch") or spec.dtype != "uint8" or len(shape) != 1 or not digests
-    ):
-        raise CorruptionError("an object of the manifest is inconsistent", spec.key, shape=shape, found=object_codec)
-    return ArrayEntry(spec, layout, _digests(spec.key, digests), _path_of(record), object_codec)
-
-
-def _digests(key: str, texts: list[Any]) -> bytes:
-    """Return the digests of an array's chunks, which the manifest holds as hexadecimal text."""
-    found = bytes.fromhex("".join(texts))
-    # As bytes too: blanks in the text count for nothing.
-    if {*map(len, texts)} - {2 * DIGEST_NBYTES} or len(found) != len(texts) * DIGEST_NBYTES:
-        raise CorruptionError("a digest of the manifest has a wrong length", key)
-    return found
-
-
-# Thousands of arrays have the same layout: it is made and checked once.
-@lru_cache(maxsize=1024)
-def _layout(
-    shape: tuple[int, ...],
-    dtype: str,
-    digests: int,
-    ownership: str,
-    chunk: tuple[int, ...],
-    codecs: tuple[str, ...],
-    stored: str,
-) -> Layout | None:
-    """Return a layout, or None unless it is one of such an array with so many digests."""
-    if len(chunk) != len(shape) or not all(1 <= c <= max(n, 1) for c, n in zip(chunk, shape, strict=True)):
-        return None
-    if stored not in (dtype, BITS.get(dtype)) or grid_of(shape, chunk).size != digests:
-        return None
-    check_codecs(codecs)
-    return Layout(ownership, chunk, codecs, stored)
-
-
-def _parse(document: Any) -> Manifest:
+def _manifest_of(document: Any, arrays: Iterable[ArrayEntry] | None = None) -> Manifest:
+    """Return the manifest of a parsed text, from which the `arrays` may have been cut."""
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CorruptionError(
             "this is not a manifest of functional_ckpt", expected=FORMAT, found=type(document).__name__
         )
     check_version(document["version"])
-    records = _list(document["arrays"])
-    records.reverse()
     manifest = Manifest(
-        # Each record goes before the next is read: thousands would make the garbage collector run.
-        tuple(_array_from_json(records.pop()) for _ in range(len(records))),
-        tuple(ValueEntry(_key(r), canonical(r["value"]), _path_of(r)) for r in _list(document["values"])),
-        tuple(Alias(_key(r), _key({"key": r["target"]}), _path_of(r)) for r in _list(document["aliases"])),
-        tuple(PerRankEntry(_key(r), _world_size(r), _path_of(r)) for r in _list(document["per_rank"])),
+        tuple(_popped(list_of(document["arrays"])) if arrays is None else arrays),
+        tuple(ValueEntry(_key(r), canonical(r["value"]), path_of(r)) for r in list_of(document["values"])),
+        tuple(Alias(_key(r), _key({"key": r["target"]}), path_of(r)) for r in list_of(document["aliases"])),
+        tuple(PerRankEntry(_key(r), _world_size(r), path_of(r)) for r in list_of(document["per_rank"])),
         canonical(_dict(document["attributes"])),
     )
     _check_keys(manifest)
     return manifest
+
+
+def _popped(records: list[Any]) -> Iterator[ArrayEntry]:
+    """Yield the arrays of records; each goes before the next is read: thousands would make the collector run."""
+    records.reverse()
+    return (array_of(records.pop()) for _ in range(len(records)))
 
 
 def _check_keys(manifest: Manifest) -> None:
@@ -258,36 +214,14 @@ def _check_keys(manifest: Manifest) -> None:
         raise CorruptionError("keys of the manifest are inconsistent", key)
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"expected a whole number, found {value!r}")
-    return value
-
-
-def _ints(values: Any) -> tuple[int, ...]:
-    for value in _list(values):
-        _int(value)
-    return tuple(values)
-
-
-def _str(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"expected text, found {value!r}")
-    return value
-
-
 def _key(record: Mapping[str, Any]) -> str:
-    key = _str(record["key"])
+    key = text_of(record["key"])
     check_key(key)
     return key
 
 
 def _world_size(record: Mapping[str, Any]) -> int:
-    size = _int(record["world_size"])
+    size = whole_number(record["world_size"])
     if size < 1:
         raise ValueError(f"expected a number of ranks, found {size}")
     return size
@@ -296,10 +230,4 @@ def _world_size(record: Mapping[str, Any]) -> int:
 def _dict(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise TypeError(f"expected an object, found {value!r}")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError(f"expected a list, found {value!r}")
     return value

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from functional_ckpt.errors import AlreadyExistsError, CorruptionError, StorageError
+from functional_ckpt.errors import AlreadyExistsError, StorageError
 from functional_ckpt.store.base import (
     BLOCK_NBYTES,
     METADATA_NBYTES,
@@ -27,6 +27,7 @@ from functional_ckpt.store.base import (
 )
 from functional_ckpt.store.directories import OpenDirectory, begin_sync, sync_directory, sync_file_system
 from functional_ckpt.store.readahead import advise_ranges
+from functional_ckpt.store.transfer import fill, read_fully, read_small
 from functional_ckpt.store.unsynced import EARLY_NBYTES, Unsynced
 
 __all__ = ["NEW", "FileStore"]
@@ -104,7 +105,7 @@ class FileStore:
                 is_simple = each is None and len(parts) == 1 and nbytes <= BLOCK_NBYTES
                 written = os.write(file, parts[0]) if is_simple else 0
                 if written < nbytes:
-                    _fill(file, parts, nbytes, each, written)
+                    fill(file, parts, nbytes, each, written)
                 if synced and self._unsynced.keep(self._prefix + name, file, nbytes):
                     return
                 if synced:
@@ -180,10 +181,13 @@ class FileStore:
             # Without O_NONBLOCK, opening a pipe waits for a writer.
             file = self._open(name, _READ | os.O_NONBLOCK)
             try:
+                if (small := read_small(file, limit)) is not None:
+                    return small
                 found = os.fstat(file)
                 if not stat.S_ISREG(found.st_mode):
                     raise _not_plain()
                 check_limit(self._prefix + name, found.st_size, limit)
+                os.lseek(file, 0, os.SEEK_SET)
                 data = os.read(file, found.st_size + 1)  # a small file is complete now
                 if len(data) == found.st_size:
                     return data
@@ -213,7 +217,7 @@ class FileStore:
         try:
             file = self._open(name)
             try:
-                _read_fully(file, name, 0, into, each)
+                read_fully(file, name, 0, into, each)
             finally:
                 os.close(file)
         except OSError as error:
@@ -226,7 +230,7 @@ class FileStore:
             try:
                 advise_ranges(file, starts, nbytes, self._readers)
                 for position, start in enumerate(starts):
-                    _read_fully(file, name, start, into[position * nbytes : (position + 1) * nbytes])
+                    read_fully(file, name, start, into[position * nbytes : (position + 1) * nbytes])
             finally:
                 os.close(file)
 
@@ -238,7 +242,7 @@ class FileStore:
             try:
                 for start in range(0, nbytes, BLOCK_NBYTES):
                     part = block[: nbytes - start]
-                    _read_fully(file, name, start, part)
+                    read_fully(file, name, start, part)
                     each(part)
             finally:
                 os.close(file)
@@ -350,40 +354,5 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def _read_fully(file: int, name: str, start: int, into: memoryview, each: OnBlock | None = None) -> None:
-    """Read from byte `start` of a file until `into` is full; `each` gets the blocks while they are in the cache."""
-    done = 0
-    while done < len(into):
-        block = into[done:] if each is None else into[done : done + BLOCK_NBYTES]
-        count = os.preadv(file, [block], start + done)
-        if count == 0:
-            expected, found = f"{start + len(into)} bytes", f"{start + done} bytes"
-            raise CorruptionError("a file is too short", path=name, expected=expected, found=found)
-        if each is not None:
-            each(block[:count])
-        done += count
-
-
 def _not_plain() -> OSError:
     return OSError(EINVAL, "not a regular file")
-
-
-def _fill(file: int, parts: Sequence[memoryview], nbytes: int, each: OnBlock | None, done: int) -> None:
-    """Write `parts`, of the first of which `done` bytes are written already, and zeros up to `nbytes`."""
-    written = done
-    for part in parts:
-        written += _write_all(file, part[done:], each)
-        done = 0
-    if written < nbytes:
-        os.ftruncate(file, nbytes)
-
-
-def _write_all(file: int, part: memoryview, each: OnBlock | None) -> int:
-    for start in range(0, len(part), BLOCK_NBYTES):
-        block = part[start : start + BLOCK_NBYTES]
-        if each is not None:
-            each(block)  # before the write, which then finds the block in the cache
-        written = os.write(file, block)
-        while written < len(block):
-            written += os.write(file, block[written:])
-    return len(part)

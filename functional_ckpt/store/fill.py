@@ -6,8 +6,9 @@ that part is read. A chunk with codecs is read whole and decoded by TensorStore.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from math import prod
 from operator import mul
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -27,6 +28,7 @@ from functional_ckpt.store.chunk import (
     check_chunks,
     check_digest,
     decoding_nbytes,
+    is_there,
     located,
     read_chunk,
 )
@@ -50,9 +52,12 @@ OnBytes = Callable[[int], None]
 
 def check_needed(plan: LoadPlan, store: Store, absent: Collection[str] | None = None) -> list[StorageError]:
     """Return a problem for each chunk that `plan` reads from and that is missing (`absent`), or has a wrong size."""
-    first, _ = runs(plan.cut.array, plan.cut.chunk)
-    rows = zip(plan.cut.array[first].tolist(), plan.cut.chunk[first].tolist(), strict=True)
-    needed = ((entry := plan.entries[array], entry.grid.index(chunk)) for array, chunk in rows)
+    array, chunk = plan.cut.array, plan.cut.chunk
+    rows: list[int] = runs(array, chunk)[0].tolist()
+    if store.capabilities.sized:
+        files, forms = plan.derived(_files), plan.derived(_forms)
+        rows = [row for row in rows if not (forms[row].is_plain and is_there(store, files[row], forms[row].nbytes))]
+    needed = ((entry := plan.entries[array[row]], entry.grid.index(int(chunk[row]))) for row in rows)
     return list(check_chunks(store, needed, absent))
 
 
@@ -77,7 +82,7 @@ def read_plan(
     concurrency = store.capabilities.concurrency
     held = (decoding_nbytes(plan.entries[array].layout) for array in plan.cut.array.tolist())
     store = store.reading(most_at_once(held, budget_nbytes, concurrency))
-    work = list(_Filling(plan, _forms(plan), buffers, store, verify).work())
+    work = list(_Filling(plan, buffers, store, verify).work())
     if on_start is not None:
         on_start(sum(piece.nbytes for piece in work))
     for fill in plan.fills:
@@ -86,12 +91,17 @@ def read_plan(
     run_all(work, budget_nbytes, on_bytes, concurrency)
 
 
+#: Where elements are in the bytes of a file: their shape, data type, offset and strides in bytes.
+_Cells: TypeAlias = tuple[tuple[int, ...], np.dtype[Any], int, tuple[int, ...]]
+
+
 @attrs.frozen
 class _Form:
     """What a piece of a chunk is like: thousands of pieces, of arrays of one shape, have one in common.
 
     Region `box` of the array is all of chunk `index` if `is_whole`, and `region` of the fragment `target`, which has
-    a `shape`. If it `is_stored_so`, the chunk's file begins with the bytes of the region, in C order.
+    a `shape`. If it `is_stored_so`, the chunk's file begins with the bytes of the region, in C order. If the chunk
+    `is_plain`, its file has `nbytes`; of a small one without padding `cells` are where the region is in these.
     """
 
     index: tuple[int, ...]
@@ -102,6 +112,9 @@ class _Form:
     region: tuple[Any, ...]
     is_whole: bool
     is_stored_so: bool
+    is_plain: bool
+    nbytes: int
+    cells: _Cells | None
 
     @classmethod
     def of(cls, plan: LoadPlan, row: int) -> "_Form":
@@ -111,8 +124,28 @@ class _Form:
         box, chunk = unpadded(cut.start[row], cut.stop[row], ndim), entry.grid.box(index)
         target = unpadded(cut.low[row], cut.high[row], ndim)
         region = WHOLE if box == target else region_of(target.start, box.start, box.stop)
-        is_stored_so = box == chunk and is_raw(entry.layout) and box.shape[1:] == entry.layout.chunk[1:]
-        return cls(index, chunk_name(index), box, target, target.shape, region, box == chunk, is_stored_so)
+        is_plain, nbytes = is_raw(entry.layout), entry.layout.chunk_nbytes
+        is_stored_so = box == chunk and is_plain and box.shape[1:] == entry.layout.chunk[1:]
+        has_cells = is_plain and nbytes <= SMALL_CHUNK_NBYTES and chunk.shape == entry.layout.chunk
+        cells = _cells(numpy_dtype(entry.spec.dtype), chunk, box) if has_cells else None
+        name, is_whole = chunk_name(index), box == chunk
+        return cls(
+            index, name, box, target, target.shape, region, is_whole, is_stored_so, is_plain, nbytes, cells
+        )  # fmt: skip
+
+
+def _cells(dtype: np.dtype[Any], chunk: Box, box: Box) -> _Cells:
+    """Return the region `box` of a chunk in the bytes of its file."""
+    strides = tuple(dtype.itemsize * prod(chunk.shape[axis + 1 :]) for axis in range(len(chunk.shape)))
+    offset = sum(step * (a - o) for step, a, o in zip(strides, box.start, chunk.start, strict=True))
+    return box.shape, dtype, offset, strides
+
+
+def _files(plan: LoadPlan) -> list[str]:
+    """Return the name of the file of each row's chunk."""
+    nodes = [node_name(entry.spec.key) for entry in plan.entries]
+    rows = zip(plan.cut.array.tolist(), plan.derived(_forms), strict=True)
+    return [f"{nodes[number]}/{form.name}" for number, form in rows]
 
 
 def _forms(plan: LoadPlan) -> list[_Form]:
@@ -126,15 +159,12 @@ def _forms(plan: LoadPlan) -> list[_Form]:
     return [forms[key] for key in keys]
 
 
-@attrs.frozen(eq=False)
 class _Filling:
-    """The reads of a plan, piece by piece: `forms` has the form of each row of its cut."""
+    """The reads of a plan, piece by piece."""
 
-    plan: LoadPlan
-    forms: Sequence[_Form]
-    buffers: Sequence[Buffer]
-    store: Store
-    verify: str
+    def __init__(self, plan: LoadPlan, buffers: Sequence[Buffer], store: Store, verify: str) -> None:
+        self.plan, self.buffers, self.store, self.verify = plan, buffers, store, verify
+        self.forms, self.files = plan.derived(_forms), plan.derived(_files)
 
     def work(self) -> Iterator[Work]:
         """Yield one task per chunk; small plain pieces are many a task, unless each waits for a server."""
@@ -159,20 +189,31 @@ class _Filling:
         for row, number, chunk, shard, run in zip(rows, *columns, strict=True):
             entry, form = entries[number], self.forms[row]
             try:
-                self._read(entry, chunk, form, self.buffers[shard], run)
+                if form.cells is None or not self._read_small(entry, chunk, form, self.files[row], shard, run):
+                    self._read(entry, chunk, form, self.files[row], self.buffers[shard], run)
             except StorageError as error:
                 raise located(error, entry.spec, entry.layout, form.index) from error.__cause__
 
-    def _read(self, entry: ArrayEntry, chunk: int, form: _Form, buffer: Buffer, run: int) -> None:
-        name = f"{node_name(entry.spec.key)}/{form.name}"
+    def _read_small(self, entry: ArrayEntry, chunk: int, form: _Form, file: str, shard: int, run: int) -> bool:
+        """Read a small chunk and copy its cells, as thousands are; return False if its file has not its size."""
+        data = self.store.read(file, form.nbytes)
+        if data is None or len(data) != form.nbytes or form.cells is None:
+            return False
+        if self.verify != "none":
+            check_digest(entry, chunk, digest_bytes(data))
+        shape, dtype, offset, strides = form.cells
+        self.buffers[shard].put(form.shape, run, form.region, np.ndarray(shape, dtype, data, offset, strides))
+        return True
+
+    def _read(self, entry: ArrayEntry, chunk: int, form: _Form, file: str, buffer: Buffer, run: int) -> None:
         view = buffer.view(form.shape, run)
         into = None if view is None else view[form.region]
         if into is not None and form.is_stored_so and _is_direct(into, entry):
-            check_digest(entry, chunk, _read_direct(self.store, name, as_bytes(into), self.verify != "none"))
+            check_digest(entry, chunk, _read_direct(self.store, file, as_bytes(into), self.verify != "none"))
         elif form.is_whole or self.verify == "full" or _is_read_whole(entry.layout):
             buffer.put(form.shape, run, form.region, self._checked(entry, chunk, form))
         else:
-            _read_part(entry, form, name, run, buffer, self.store, into)
+            _read_part(entry, form, file, run, buffer, self.store, into)
 
     def _checked(self, entry: ArrayEntry, chunk: int, form: _Form) -> Array:
         """Return the cells of a piece; its chunk is read whole, and checked unless `verify` is ``"none"``."""

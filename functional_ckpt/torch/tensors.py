@@ -2,11 +2,9 @@
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -17,75 +15,15 @@ from functional_ckpt.run.leaves import HeldArray, NumpyLeaves, Target
 from functional_ckpt.run.objects import object_bytes
 from functional_ckpt.spec.array import ArraySpec, known_spec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.spec.mesh import Mesh
-from functional_ckpt.spec.placement import Placement, Replicate, Shard, StridedShard
 from functional_ckpt.spec.shard import known_shard
 from functional_ckpt.spec.sharding import Sharding
-from functional_ckpt.spec.strided import View
-from functional_ckpt.store.buffer import Buffer, Copier, HostBuffer, copy_cast
-from functional_ckpt.store.encoding import Array, numpy_dtype
-from functional_ckpt.torch.devices import begin_to_copy, copier_of, wait_for
-from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, dtype_name_of, host_view, to_torch
+from functional_ckpt.store.buffer import Buffer, HostBuffer
+from functional_ckpt.torch.host_view import DTYPE_NAMES, TORCH_DTYPES, dtype_name_of
 from functional_ckpt.torch.local import LocalTensors, OpaqueObject
+from functional_ckpt.torch.memory import PLAIN_TYPES, buffer_of, detached, host_memory
+from functional_ckpt.torch.placements import sharding_of
 
-__all__ = ["TORCH_LEAVES", "DeviceBuffer", "TorchLeaves", "fillable", "readable"]
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-@attrs.frozen(eq=False)
-class DeviceBuffer:
-    """A tensor in memory that the host cannot address; regions are copied to and from the host on demand."""
-
-    tensor: torch.Tensor = attrs.field(converter=_detached)
-
-    def view(self, shape: tuple[int, ...], run: int) -> Array | None:
-        """Return None: there is no host view."""
-        return None
-
-    def get(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> Array:
-        """Copy a region to the host."""
-        piece = self._piece(shape, run, region).cpu()
-        return host_view(piece, DTYPE_NAMES[piece.dtype])
-
-    def put(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...], values: Array) -> None:
-        """Copy a region to the device; the host converts the data type first, as for memory of its own."""
-        piece = self._piece(shape, run, region)
-        name = DTYPE_NAMES[piece.dtype]
-        host = np.empty(tuple(piece.shape), numpy_dtype(name))
-        copy_cast(host, values)
-        piece.copy_(to_torch(host, name))
-        # `copy_` returns while the device still puts the elements of a strided piece in their places.
-        wait_for(piece.device)
-
-    def form(self) -> Array:
-        """Return an array of the tensor's shape and data type, of one element that repeats."""
-        return np.broadcast_to(np.empty((), numpy_dtype(DTYPE_NAMES[self.tensor.dtype])), tuple(self.tensor.shape))
-
-    def copier(self) -> Copier | None:
-        """Return the device's copier."""
-        return copier_of(self.tensor.device)
-
-    def copy_to(self, into: Array) -> None:
-        """Begin to copy the tensor to memory of the host, on the stream that is current."""
-        begin_to_copy(self.tensor, to_torch(into, DTYPE_NAMES[self.tensor.dtype]))
-
-    def memory(self) -> tuple[Hashable, View | range]:
-        """Return where the tensor is."""
-        tensor, itemsize = self.tensor, self.tensor.element_size()
-        if tensor.is_contiguous():
-            address = tensor.data_ptr()
-            return tensor.device, range(address, address + tensor.numel() * itemsize)
-        strides = tuple(step * itemsize for step in tensor.stride())
-        return tensor.device, View(tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
-
-    def _piece(self, shape: tuple[int, ...], run: int, region: tuple[Any, ...]) -> torch.Tensor:
-        size = prod(shape)
-        if size == self.tensor.numel():
-            return self.tensor.reshape(shape)[region]
-        return self.tensor.view(-1)[run : run + size].view(shape)[region]
+__all__ = ["TORCH_LEAVES", "TorchLeaves", "fillable", "readable"]
 
 
 class TorchLeaves:
@@ -97,14 +35,18 @@ class TorchLeaves:
 
     def hold(self, key: str, leaf: Any, rank: int) -> HeldArray:
         """Describe a leaf that is saved."""
-        if type(leaf) not in _PLAIN_TYPES:
+        if type(leaf) not in PLAIN_TYPES:
             if isinstance(leaf, OpaqueObject):
                 return attrs.evolve(NumpyLeaves().hold(key, object_bytes(key, leaf.value), rank), codec="torch")
             if isinstance(leaf, LocalTensors):
                 return _held_shards(key, leaf, [_resolved(tensor) for tensor in leaf.data])
             if isinstance(leaf, DTensor):
-                _check_readable(key, leaf, rank)
-                return _held_parts(key, leaf, _local(leaf))
+                local = _local(leaf)
+                found = host_memory(key, local)
+                if found is None:
+                    _check_readable(key, leaf, rank)
+                    local = _resolved(local)
+                return _held_parts(key, leaf, local, found)
         dtype, buffer = readable(key, leaf, rank)
         return HeldArray(known_spec(key, leaf.shape, dtype), (buffer,), True, _whole_identity(leaf, buffer))
 
@@ -114,14 +56,17 @@ class TorchLeaves:
             for tensor in leaf.data:
                 _check_fillable(key, tensor, rank)
             return Target.of(_held_shards(key, leaf, leaf.data), rank, leaf)
-        _check_type(key, leaf)
-        leaf = _allocated(leaf, device) if leaf.is_meta else leaf
         local = _local(leaf)
-        _check_fillable(key, local, rank)
+        found = host_memory(key, local)
+        if found is None:
+            _check_type(key, leaf)
+            leaf = _allocated(leaf, device) if leaf.is_meta else leaf
+            local = _local(leaf)
+            _check_fillable(key, local, rank)
         if isinstance(leaf, DTensor):
-            return Target.of(_held_parts(key, leaf, local), rank, leaf)
-        spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
-        buffer = _buffer(key, local)
+            return Target.of(_held_parts(key, leaf, local, found), rank, leaf)
+        dtype, buffer = found or (dtype_name_of(key, leaf), buffer_of(key, local))
+        spec = known_spec(key, leaf.shape, dtype)
         return Target(_whole_identity(leaf, buffer), (known_shard(spec, spec.box, rank),), (buffer,), leaf)
 
     def blueprint(self, leaf: Any) -> Hashable | None:
@@ -136,23 +81,25 @@ class TorchLeaves:
         return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
 
-def _held_parts(key: str, leaf: DTensor, local: torch.Tensor) -> HeldArray:
-    """Describe the parts of a DTensor that this rank holds; `local` is its local tensor."""
-    spec = known_spec(key, leaf.shape, dtype_name_of(key, leaf))
+def _held_parts(key: str, leaf: DTensor, local: torch.Tensor, found: tuple[str, Buffer] | None) -> HeldArray:
+    """Describe the parts of a DTensor that this rank holds; `found` are data type and memory of its local tensor."""
+    dtype, whole = found or (dtype_name_of(key, leaf), buffer_of(key, local))
+    spec = known_spec(key, leaf.shape, dtype)
     # Not get_rank(), which checks ten times as long as this takes.
     world = dist.group.WORLD
     rank = dist.get_rank() if world is None else world.rank()
-    sharding = _sharding(key, leaf.device_mesh, leaf.placements, rank)
+    sharding = sharding_of(key, leaf.device_mesh, leaf.placements, rank)
     # One memory is other parts of an array on another mesh.
     # An empty local tensor has no address, but all ranks must find the same ties: its storage identifies it.
     # The storage lives as long as `leaf`; the id of `local`, which does not, could be reused.
     identity: Hashable
-    if local.numel():
+    if isinstance(whole, HostBuffer) and whole.address:
+        identity = whole, sharding
+    elif local.numel():
         identity = _identity(local, sharding)
     else:
         identity = (local.untyped_storage()._cdata, spec.shape, spec.dtype, sharding)
-    buffers = _placed(spec, sharding, local, rank)
-    return HeldArray(spec, buffers, False, identity, sharding, place=rank)
+    return HeldArray(spec, _placed(spec, sharding, local, whole, rank), False, identity, sharding, place=rank)
 
 
 def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
@@ -168,14 +115,11 @@ def readable(key: str, tensor: torch.Tensor, rank: int) -> tuple[str, Buffer]:
     >>> readable("w", torch.zeros(2, dtype=torch.int8), 0)[0]
     'int8'
     """
-    dtype = DTYPE_NAMES.get(tensor.dtype)
-    if dtype is not None and tensor.is_cpu and type(tensor) in _PLAIN_TYPES:
-        try:  # torch gives no array of a tensor that is not dense, or conjugated, or negated: one call instead of nine
-            return dtype, _buffer(key, tensor, dtype)
-        except (RuntimeError, TypeError):
-            pass
+    found = host_memory(key, tensor)
+    if found is not None:
+        return found
     _check_readable(key, tensor, rank)
-    return dtype_name_of(key, tensor), _buffer(key, _resolved(tensor))
+    return dtype_name_of(key, tensor), buffer_of(key, _resolved(tensor))
 
 
 def _check_readable(key: str, tensor: torch.Tensor, rank: int) -> None:
@@ -202,11 +146,11 @@ def fillable(key: str, tensor: torch.Tensor) -> tuple[str, Buffer]:
         found = "a meta tensor" if tensor.is_meta else "a DTensor"
         raise SpecError("only a plain tensor can be filled", key, shape=tuple(tensor.shape), found=found)
     _check_fillable(key, tensor)
-    return dtype_name_of(key, tensor), _buffer(key, tensor)
+    return dtype_name_of(key, tensor), buffer_of(key, tensor)
 
 
 def _resolved(leaf: torch.Tensor) -> torch.Tensor:
-    plain = _detached(leaf)
+    plain = detached(leaf)
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
@@ -234,24 +178,25 @@ def _held_shards(key: str, leaf: LocalTensors, tensors: Sequence[torch.Tensor]) 
                 expected=expected,
                 found="no memory" if tensor.is_meta else found,
             )
-    return HeldArray(array, tuple(_buffer(key, tensor) for tensor in tensors), False, id(leaf), None, shards)
+    return HeldArray(array, tuple(buffer_of(key, tensor) for tensor in tensors), False, id(leaf), None, shards)
 
 
 def _local(leaf: torch.Tensor) -> torch.Tensor:
     """Return the local part of a tensor, detached."""
     if not isinstance(leaf, DTensor):
-        return _detached(leaf)
+        return detached(leaf)
     # to_local goes through autograd, which costs more than the rest of the work for a small tensor.
     local: torch.Tensor | None = getattr(leaf, "_local_tensor", None)
-    return _detached(leaf.to_local() if local is None else local)
+    return detached(leaf.to_local() if local is None else local)
 
 
-def _placed(spec: ArraySpec, sharding: Sharding, local: torch.Tensor, rank: int) -> tuple[Buffer, ...]:
-    shape = tuple(local.shape)
+def _placed(spec: ArraySpec, sharding: Sharding, local: torch.Tensor, whole: Buffer, rank: int) -> tuple[Buffer, ...]:
+    """Return the memory of each part, that of the `local` tensor if it is one part."""
+    shape = local.shape
     buffers: list[Buffer] = []
     for box, _, region in sharding.places(spec.shape, rank):
-        if region.shape == shape:
-            buffers.append(_buffer(spec.key, local))
+        if region.stop == shape and not any(region.start):
+            buffers.append(whole)
             continue
         if not Box.from_shape(shape).contains(region):
             raise SpecError(
@@ -260,48 +205,10 @@ def _placed(spec: ArraySpec, sharding: Sharding, local: torch.Tensor, rank: int)
                 shape=spec.shape,
                 offset=box.start,
                 expected=region.shape,
-                found=shape,
+                found=tuple(shape),
             )
-        buffers.append(_buffer(spec.key, local[region.slices] if region.size else local))
+        buffers.append(buffer_of(spec.key, local[region.slices] if region.size else local))
     return tuple(buffers)
-
-
-def _sharding(key: str, mesh: Any, placements: tuple[Any, ...], rank: int) -> Sharding:
-    known = _SHARDINGS.get((mesh, placements, rank))
-    if known is None:
-        known = Sharding(_mesh(mesh, rank), tuple(_placement(key, placement) for placement in placements))
-        if len(_SHARDINGS) >= _MAX_SHARDINGS:
-            _SHARDINGS.clear()
-        _SHARDINGS[mesh, placements, rank] = known
-    return known
-
-
-#: Meshes and placements as values: a state has thousands of tensors and few of these.
-_SHARDINGS: dict[tuple[Any, tuple[Any, ...], int], Sharding] = {}
-_MAX_SHARDINGS = 256
-
-
-@lru_cache(maxsize=64)
-def _mesh(mesh: Any, rank: int) -> Mesh:
-    """Return a device mesh as a value; a part of a mesh is equal on all ranks, and tells of which rank it is asked."""
-    return Mesh(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-
-
-def _placement(key: str, placement: Any) -> Placement:
-    # In some versions the strided class is a subclass of Shard, so it is tested first.
-    factor = getattr(placement, "split_factor", None)
-    if factor is not None:
-        return StridedShard(placement.dim, int(factor))
-    if placement.is_shard():
-        return Shard(placement.dim)
-    if placement.is_replicate():
-        return Replicate()
-    raise UnsupportedLeafError(
-        "a DTensor with a partial placement holds partial sums, not values",
-        key,
-        found=str(placement),
-        remedy="Call redistribute with Replicate or Shard before saving",
-    )
 
 
 def _allocated(leaf: torch.Tensor, device: str) -> torch.Tensor:
@@ -326,40 +233,8 @@ def _checked(device: str) -> str:
     return device
 
 
-def _buffer(key: str, tensor: torch.Tensor, dtype: str | None = None) -> Buffer:
-    """Return the memory of a tensor; whoever knows the name of its data type passes it."""
-    if tensor.is_cpu:
-        address = tensor.data_ptr()
-        if not address or tensor.untyped_storage().nbytes() < tensor.nbytes:
-            _check_memory(key, tensor)
-        return HostBuffer(host_view(tensor, dtype or DTYPE_NAMES[tensor.dtype]), address)
-    if tensor.is_cuda:
-        _check_memory(key, tensor)
-    # Threads with streams of their own copy the regions: the operations that computed the tensor must finish first.
-    wait_for(tensor.device)
-    return DeviceBuffer(tensor)
-
-
-def _check_memory(key: str, tensor: torch.Tensor) -> None:
-    """Raise for a tensor whose storage was given back, as FSDP does between steps: its address is anybody's."""
-    if not tensor.numel():
-        return
-    last = sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    found = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
-    if found < needed:
-        raise UnsupportedLeafError(
-            "a tensor has no memory: its storage was freed or made smaller",
-            key,
-            shape=tuple(tensor.shape),
-            expected=f"{needed} bytes",
-            found=f"{found} bytes",
-            remedy="Gather it first, as with summon_full_params, or pass the sharded parameter",
-        )
-
-
 def _check_type(key: str, leaf: torch.Tensor) -> None:
-    plain = type(leaf) in _PLAIN_TYPES or isinstance(leaf, DTensor)
+    plain = type(leaf) in PLAIN_TYPES or isinstance(leaf, DTensor)
     if not plain or leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
         shape = None if leaf.is_nested else tuple(leaf.shape)
         raise UnsupportedLeafError(
@@ -394,6 +269,5 @@ def _same_form(form: tuple[Any, ...]) -> tuple[Any, ...]:
     return form
 
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _LEAF_TYPES = (torch.Tensor, LocalTensors, OpaqueObject)
 TORCH_LEAVES = TorchLeaves()

@@ -6,7 +6,7 @@ import torch
 import functional_ckpt as fc
 from functional_ckpt.run.leaves import PerRank
 from functional_ckpt.store.pool import the_pool
-from functional_ckpt.torch.tensors import DeviceBuffer
+from functional_ckpt.torch.memory import DeviceBuffer
 from tests.gpu.states import (
     CUDA,
     FAST,

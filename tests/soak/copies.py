@@ -97,7 +97,7 @@ COPIES = (
         ("tests/test_devices.py", "-k", "forked"),
     ),
     Mutant(
-        "a load returns before the device has put everything in its place", "torch/tensors.py",
+        "a load returns before the device has put everything in its place", "torch/memory.py",
         "        wait_for(piece.device)\n", "",
         ("tests/test_devices.py", "-k", "is_there"),
     ),
