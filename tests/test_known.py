@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from functional_ckpt.errors import CheckpointError
 from functional_ckpt.plan.derived import Deriving
 from functional_ckpt.plan.layout import Layout
-from functional_ckpt.run.leaves import LocalShards, NumpyLeaves, adapter_of
+from functional_ckpt.run.leaves import LocalShards, NumpyLeaves, Target, adapter_of
 from functional_ckpt.spec.array import ArraySpec, known_spec
 from functional_ckpt.spec.box import Box, known_box
 from functional_ckpt.spec.shard import ShardSpec, known_shard
@@ -130,6 +130,43 @@ def test_a_tensor_is_described_as_if_all_was_asked(kind):
         return tensors.dtype_name_of("w", tensor), memory.buffer_of("w", tensors._resolved(tensor))
 
     assert told(lambda: tensors.readable("w", tensor, 0)) == told(ask_all)
+
+
+@pytest.fixture
+def line():
+    """A mesh of one rank."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+NEVER_CUT = ("scalar", "subclass", "sparse", "sparse rows", "quantized", "complex32")
+LEAVES = [(kind, is_cut) for kind in TENSORS for is_cut in (False, True) if not (is_cut and kind in NEVER_CUT)]
+
+
+@pytest.mark.parametrize(("kind", "is_cut"), LEAVES)
+def test_a_leaf_is_described_as_if_all_was_asked(kind, is_cut, line, monkeypatch):
+    """What a short look tells of a tensor, or of a local tensor, is what asking for each of its facts tells."""
+    leaf = DTensor.from_local(TENSORS[kind], line, [Shard(0)], run_check=False) if is_cut else TENSORS[kind]
+
+    def told(describe):
+        try:
+            found, again = describe(), describe()
+        except CheckpointError as error:
+            return str(error)
+        buffer, shards = found.buffers[0], found.shards if isinstance(found, Target) else found.all_shards(0)
+        local = leaf._local_tensor if is_cut else leaf
+        facts = buffer.array.dtype, buffer.array.shape, buffer.array.strides, kind == "meta" or buffer.array.tobytes()
+        return buffer.address == local.data_ptr(), found.identity == again.identity, len(found.buffers), shards, facts
+
+    calls = [
+        lambda: tensors.TORCH_LEAVES.hold("w", leaf, 0),
+        lambda: tensors.TORCH_LEAVES.target("w", leaf, 0, "cpu"),
+    ]
+    short = [told(call) for call in calls]
+    monkeypatch.setattr(tensors, "host_memory", lambda key, tensor: None)
+    assert short == [told(call) for call in calls]
 
 
 def test_a_part_of_a_mesh_is_known_by_the_rank_too():

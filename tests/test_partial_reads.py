@@ -228,3 +228,18 @@ def test_chunks_at_every_edge_are_verified_without_their_padding(codecs, tmp_pat
     state["cut"] = LocalShards(shards, [np.ones(shard.box.shape, "f4") for shard in shards])
     save(state, tmp_path / "a", policy=SavePolicy(layout=layout, durability="none"))
     assert verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("verify", ["covered", "none"])
+@pytest.mark.parametrize("nbytes", [0, 3, 23, 25, None])
+def test_a_small_chunk_that_changes_its_size_after_the_look_at_it_is_corrupt(verify, nbytes, tmp_path, monkeypatch):
+    save({"w": np.arange(6, dtype="f4")}, tmp_path / "a", policy=SavePolicy(durability="none"))
+    monkeypatch.setattr("functional_ckpt.run.loading.check_needed", lambda *_: [])
+    if nbytes is None:
+        (tmp_path / "a/w/c.0").unlink()
+    else:
+        os.truncate(tmp_path / "a/w/c.0", nbytes)
+    into = np.full(6, -1, "f4")
+    with pytest.raises(CorruptionError, match=r"key 'w'.*c\.0"):
+        load({"w": into}, tmp_path / "a", policy=LoadPolicy(verify=verify))
+    assert set(into) == {-1}

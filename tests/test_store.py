@@ -31,6 +31,18 @@ def test_an_object_is_what_was_created(store):
     assert (store.nbytes_of("n/c.0"), into, list(store.names())) == (8, b"abc", ["n/c.0"])
 
 
+@pytest.mark.parametrize("limit", [1, 5, 2**16, 2**16 + 1])
+def test_an_object_is_read_whole_or_refused(store, limit):
+    """Of a small one as many bytes are read as are expected, without a look at its size."""
+    for nbytes in {0, limit - 1, limit, limit + 1}:
+        data = bytes(range(1, 251)) * (nbytes // 250 + 1)
+        store.create(f"n/{nbytes}", [memoryview(data)[:nbytes]], nbytes)
+    for nbytes in {0, limit - 1, limit}:
+        assert store.read(f"n/{nbytes}", limit) == (bytes(range(1, 251)) * (nbytes // 250 + 1))[:nbytes]
+    with pytest.raises(CorruptionError, match="larger than any"):
+        store.read(f"n/{limit + 1}", limit)
+
+
 def test_what_is_not_there(store):
     assert store.read("n/c.0") is None
     assert store.nbytes_of("n/c.0") is None

@@ -56,7 +56,7 @@ def check_needed(plan: LoadPlan, store: Store, absent: Collection[str] | None = 
     rows: list[int] = runs(array, chunk)[0].tolist()
     if store.capabilities.sized:
         files, forms = plan.derived(_files), plan.derived(_forms)
-        rows = [row for row in rows if not (forms[row].is_plain and is_there(store, files[row], forms[row].nbytes))]
+        rows = [row for row in rows if not is_there(store, files[row], forms[row].nbytes)]
     needed = ((entry := plan.entries[array[row]], entry.grid.index(int(chunk[row]))) for row in rows)
     return list(check_chunks(store, needed, absent))
 
@@ -100,8 +100,8 @@ class _Form:
     """What a piece of a chunk is like: thousands of pieces, of arrays of one shape, have one in common.
 
     Region `box` of the array is all of chunk `index` if `is_whole`, and `region` of the fragment `target`, which has
-    a `shape`. If it `is_stored_so`, the chunk's file begins with the bytes of the region, in C order. If the chunk
-    `is_plain`, its file has `nbytes`; of a small one without padding `cells` are where the region is in these.
+    a `shape`. If it `is_stored_so`, the chunk's file begins with the bytes of the region, in C order. The chunk has
+    `nbytes`, without codecs; of a small plain one without padding `cells` are where the region is in its file.
     """
 
     index: tuple[int, ...]
@@ -112,7 +112,6 @@ class _Form:
     region: tuple[Any, ...]
     is_whole: bool
     is_stored_so: bool
-    is_plain: bool
     nbytes: int
     cells: _Cells | None
 
@@ -128,10 +127,8 @@ class _Form:
         is_stored_so = box == chunk and is_plain and box.shape[1:] == entry.layout.chunk[1:]
         has_cells = is_plain and nbytes <= SMALL_CHUNK_NBYTES and chunk.shape == entry.layout.chunk
         cells = _cells(numpy_dtype(entry.spec.dtype), chunk, box) if has_cells else None
-        name, is_whole = chunk_name(index), box == chunk
-        return cls(
-            index, name, box, target, target.shape, region, is_whole, is_stored_so, is_plain, nbytes, cells
-        )  # fmt: skip
+        name, shape = chunk_name(index), target.shape
+        return cls(index, name, box, target, shape, region, box == chunk, is_stored_so, nbytes, cells)
 
 
 def _cells(dtype: np.dtype[Any], chunk: Box, box: Box) -> _Cells:
@@ -189,21 +186,26 @@ class _Filling:
         for row, number, chunk, shard, run in zip(rows, *columns, strict=True):
             entry, form = entries[number], self.forms[row]
             try:
-                if form.cells is None or not self._read_small(entry, chunk, form, self.files[row], shard, run):
+                if form.cells is not None:
+                    self._read_small(entry, chunk, form, form.cells, self.files[row], self.buffers[shard], run)
+                else:
                     self._read(entry, chunk, form, self.files[row], self.buffers[shard], run)
             except StorageError as error:
                 raise located(error, entry.spec, entry.layout, form.index) from error.__cause__
 
-    def _read_small(self, entry: ArrayEntry, chunk: int, form: _Form, file: str, shard: int, run: int) -> bool:
-        """Read a small chunk and copy its cells, as thousands are; return False if its file has not its size."""
+    def _read_small(
+        self, entry: ArrayEntry, chunk: int, form: _Form, cells: _Cells, file: str, buffer: Buffer, run: int
+    ) -> None:
+        """Read a small chunk, check it, and only then copy its cells."""
         data = self.store.read(file, form.nbytes)
-        if data is None or len(data) != form.nbytes or form.cells is None:
-            return False
-        if self.verify != "none":
-            check_digest(entry, chunk, digest_bytes(data))
-        shape, dtype, offset, strides = form.cells
-        self.buffers[shard].put(form.shape, run, form.region, np.ndarray(shape, dtype, data, offset, strides))
-        return True
+        if data is None or len(data) != form.nbytes:
+            values = self._checked(entry, chunk, form)  # which says what is wrong
+        else:
+            if self.verify != "none":
+                check_digest(entry, chunk, digest_bytes(data))
+            shape, dtype, offset, strides = cells
+            values = np.ndarray(shape, dtype, data, offset, strides)
+        buffer.put(form.shape, run, form.region, values)
 
     def _read(self, entry: ArrayEntry, chunk: int, form: _Form, file: str, buffer: Buffer, run: int) -> None:
         view = buffer.view(form.shape, run)

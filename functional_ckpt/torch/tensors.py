@@ -56,6 +56,8 @@ class TorchLeaves:
             for tensor in leaf.data:
                 _check_fillable(key, tensor, rank)
             return Target.of(_held_shards(key, leaf, leaf.data), rank, leaf)
+        if isinstance(leaf, OpaqueObject):
+            raise SpecError("the checkpoint has an array, `like` an object", key, remedy="Put a tensor in its place")
         local = _local(leaf)
         found = host_memory(key, local)
         if found is None:
