@@ -66,6 +66,7 @@ class Manifest:
 
     Examples
     --------
+    >>> from functional_ckpt.plan.layout import Layout
     >>> from functional_ckpt.spec.array import ArraySpec
     >>> entry = ArrayEntry(ArraySpec("w", (2,), "int8"), Layout("exclusive", (2,), (), "int8"), bytes(16))
     >>> manifest = Manifest((entry,))

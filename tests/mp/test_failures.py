@@ -5,7 +5,7 @@ import resource
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -257,13 +257,19 @@ def test_a_load_rule_that_fails_on_one_rank(two, four, tmp_path):
 def load_short_of_memory(path):
     from functional_ckpt.store.files import FileStore
 
-    def refuse(*arguments):
-        raise OSError(5, "Input/output error")
+    real = FileStore.read
+
+    def refuse(store, name, *arguments):
+        if "/c." in name:
+            raise OSError(5, "Input/output error")
+        return real(store, name, *arguments)
 
     like = state()
     if launch.rank() != 3:
         return fc.load(like, path)
-    with patch.object(FileStore, "read_ranges", refuse), patch.object(FileStore, "read_into", refuse):
+    with ExitStack() as patches:
+        for call in ("read", "read_ranges", "read_into"):
+            patches.enter_context(patch.object(FileStore, call, refuse))
         return fc.load(like, path)
 
 

@@ -4,12 +4,12 @@ from tests.soak.mutant import Mutant
 
 READS = (
     Mutant(
-        "digests that have the right length only together are taken", "plan/manifest.py",
+        "digests that have the right length only together are taken", "plan/listing.py",
         "    if {*map(len, texts)} - {2 * DIGEST_NBYTES} or len(found)", "    if len(found)",
         ("property_tests/test_manifest_fuzz.py", "-k", "each_digest"),
     ),
     Mutant(
-        "blanks in a digest count", "plan/manifest.py",
+        "blanks in a digest count", "plan/listing.py",
         " or len(found) != len(texts) * DIGEST_NBYTES:", ":",
         ("property_tests/test_manifest_fuzz.py", "-k", "each_digest"),
     ),
