@@ -105,6 +105,14 @@ def text_of_two(paths):
 
 
 TEXT = text_of_two([("a",), ("b",)])
+LEFT, _, RIGHT = TEXT.partition('"arrays":')
+RECORDS, _, RIGHT = RIGHT.partition(',"attributes"')
+RIGHT = f'"attributes"{RIGHT}'
+# Members that only JSON reads as the list of arrays.
+OTHER_NAMES = ('"arrays" :', '"arr\\u0061ys":')
+NESTED = [f'{LEFT}{name}[],"x":{{"arrays":{RECORDS},"attributes":{{}}}},{RIGHT}' for name in OTHER_NAMES]
+LATER = [f'{LEFT}"arrays":{RECORDS},{RIGHT[:-1]},{name}[]}}' for name in OTHER_NAMES]
+EARLIER = [f'{LEFT}{name}[],"arrays":{RECORDS},{RIGHT}' for name in OTHER_NAMES]
 WITH_PATHS = text_of_two([("m", 1, "x"), ("m", 1, "y")])
 
 
@@ -155,6 +163,19 @@ def second(old, new, text=TEXT):
 )
 @example(TEXT.replace('"attributes":{}', '"attributes":{"arrays":[]}').encode())
 @example(TEXT.replace('"aliases":[]', '"aliases":{"arrays":[{"chunk":[4]}],"attributes":{}}').encode())
+@example(
+    TEXT.replace('"arrays":', '"arr\\u0061ys":[],"x":{"arrays":')
+    .replace('"attributes":{}', '"attributes":{}}')
+    .encode()
+)
+@example(NESTED[0].encode())
+@example(NESTED[1].encode())
+@example(LATER[0].encode())
+@example(LATER[1].encode())
+@example(EARLIER[0].encode())
+@example(EARLIER[1].encode())
+@example(f'{LEFT}"arrays":{RECORDS},{RIGHT[:-1]},"aliases":[{{"key":"z","target":"a"}}]}}'.encode())
+@example(TEXT.replace('"key":"a"', '"key":"a\\"b"').replace('"key":"b"', '"key":"c"b"').encode())
 @example(TEXT.replace("[4]", "[4.0]").encode())
 @example(second("[4]", "[4.0]"))
 @example(second("[4]", "[true]"))

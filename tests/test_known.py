@@ -96,6 +96,10 @@ class Subclass(torch.Tensor):
     """A subclass, which the format has no place for, though numpy makes an array of it."""
 
 
+class Parameter(torch.nn.Parameter):
+    """A subclass that is a plain tensor once it is detached."""
+
+
 ONES = torch.ones(2, 3)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of kinds that torch calls experimental
@@ -105,7 +109,7 @@ with warnings.catch_warnings():
         .requires_grad_(), "complex": torch.ones(3) * 1j, "conjugated": (torch.ones(3) * 1j).conj(),
         "negated": (torch.ones(3) * 1j).conj().imag, "negated bits": torch._neg_view(ONES.bfloat16()),
         "repeated": ONES[:1].expand(4, 3), "meta": torch.ones(3, device="meta"), "sparse": ONES.to_sparse(),
-        "complex32": torch.ones(3).to(torch.complex32),
+        "complex32": torch.ones(3).to(torch.complex32), "subclass of parameters": Parameter(ONES),
         "quantized": torch.quantize_per_tensor(ONES, 0.1, 0, torch.quint8),
         "subclass": ONES.as_subclass(Subclass), "sparse rows": ONES.bfloat16().to_sparse_csr(),
     }  # fmt: skip
@@ -141,7 +145,7 @@ def line():
     dist.destroy_process_group()
 
 
-NEVER_CUT = ("scalar", "subclass", "sparse", "sparse rows", "quantized", "complex32")
+NEVER_CUT = ("scalar", "subclass", "subclass of parameters", "sparse", "sparse rows", "quantized", "complex32")
 LEAVES = [(kind, is_cut) for kind in TENSORS for is_cut in (False, True) if not (is_cut and kind in NEVER_CUT)]
 
 

@@ -26,7 +26,16 @@ from functional_ckpt import (
     verify,
 )
 from functional_ckpt.errors import CorruptionError, StorageError
+from functional_ckpt.plan.layout import Layout
+from functional_ckpt.plan.load import plan_load
+from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.store import zarr
+from functional_ckpt.store.base import Capabilities
+from functional_ckpt.store.buffer import HostBuffer
+from functional_ckpt.store.encoding import digest
+from functional_ckpt.store.files import FileStore
+from functional_ckpt.store.fill import read_plan
+from functional_ckpt.store.whole import WholeStore
 from functional_ckpt.testing.simulate import run_ranks
 
 CODED = SavePolicy(layout=LayoutPolicy(codecs=(("", ("zstd",)),)), durability="none")
@@ -243,3 +252,44 @@ def test_a_small_chunk_that_changes_its_size_after_the_look_at_it_is_corrupt(ver
     with pytest.raises(CorruptionError, match=r"key 'w'.*c\.0"):
         load({"w": into}, tmp_path / "a", policy=LoadPolicy(verify=verify))
     assert set(into) == {-1}
+
+
+@pytest.mark.parametrize("policy", [SavePolicy(durability="none"), CODED], ids=["plain", "zstd"])
+def test_each_chunk_is_looked_at_once(policy, tmp_path, monkeypatch):
+    state = {f"w{n}": np.arange(6, dtype="f4") for n in range(9)}
+    save(state, tmp_path / "a", policy=policy)
+    looks, real = [], FileStore.nbytes_of
+    monkeypatch.setattr(FileStore, "nbytes_of", lambda self, name: looks.append(name) or real(self, name))
+    load({key: np.zeros(6, "f4") for key in state}, tmp_path / "a")
+    assert sorted(looks) == [f"{key}/c.0" for key in state]
+
+
+class Answers(WholeStore):
+    """A store that answers each read with one object, whatever its limit."""
+
+    url = "answers://"
+    capabilities = Capabilities(shared_chunks=False, rename=False, shared=True, sized=False)
+
+    def __init__(self, data):
+        self.data = data
+
+    def read(self, name, limit=0):
+        return self.data
+
+
+@pytest.mark.parametrize("verify", ["covered", "full", "none"])
+def test_what_a_store_returns_has_the_right_size_or_is_corrupt(verify):
+    values, spec = np.arange(4, dtype="i4"), ArraySpec("w", (4,), "int32")
+    stored = {"w": ArrayEntry(spec, Layout("exclusive", (4,), (), "int32"), digest(values))}
+    data = values.tobytes()
+
+    def read(answer):
+        into = np.zeros(4, "i4")
+        read_plan(plan_load(stored, [ShardSpec(spec, spec.box)]), [HostBuffer(into)], Answers(answer), 2**20, verify)
+        return into.tolist()
+
+    for answer in (data, bytearray(data), memoryview(data)):
+        assert read(answer) == [0, 1, 2, 3]
+    for answer in (data[:-1], data + b"1", data + b"1234", b"", None):
+        with pytest.raises(CorruptionError, match=r"key 'w', chunk c\.0"):
+            read(answer)

@@ -28,6 +28,12 @@ __all__ = [
     "whole_number",
 ]
 
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 _BEGIN, _BETWEEN, _END = '"arrays":[{"chunk":', '},{"chunk":', '}],"attributes":'
 
 
@@ -41,26 +47,27 @@ def loads(text: str | bytes) -> Any:
     ...
     ValueError: NaN is not JSON
     """
-    return json.loads(text, parse_constant=_refuse)
+    return _DECODER.decode(text) if isinstance(text, str) else json.loads(text, parse_constant=_refuse)
 
 
-def split_arrays(text: str) -> tuple[str, list[str]] | None:
-    """Return a manifest's text with an empty list of arrays, and the text of each record behind its first name.
+def split_arrays(text: str) -> tuple[dict[str, Any], list[str]] | None:
+    """Return a manifest with no arrays, and the text of the record of each behind its first name.
 
-    None if the list is not found. Whoever finds the list empty in the document of the first text knows that it is that
-    of the arrays, since there is no other.
+    None if that is not how the text is written. `ValueError` if what is left is no JSON.
 
     Examples
     --------
     >>> split_arrays('{"aliases":[],"arrays":[{"chunk":[2]},{"chunk":[3]}],"attributes":{}}')
-    ('{"aliases":[],"arrays":[],"attributes":{}}', ['[2]', '[3]'])
+    ({'aliases': [], 'arrays': [], 'attributes': {}}, ['[2]', '[3]'])
     """
     begin, end = text.find(_BEGIN), text.find(_END)
-    if not 0 <= begin < end or text.count('"arrays":') > 1:
+    if not 0 <= begin < end:
         return None
-    first = begin + len(_BEGIN)
-    rest = text[: text.index("[", begin) + 1] + text[end + 1 :]
-    return rest, text[first:end].split(_BETWEEN)
+    # What is left and right of the list is JSON by itself only if the list is a member of the document.
+    left, right = loads(text[:begin] + '"arrays":[]}'), loads("{" + text[end + len("}],") :])
+    if "arrays" in right:
+        return None
+    return {**left, **right}, text[begin + len(_BEGIN) : end].split(_BETWEEN)
 
 
 def arrays_of(texts: Iterable[str]) -> Iterator[ArrayEntry]:
@@ -77,6 +84,9 @@ def arrays_of(texts: Iterable[str]) -> Iterator[ArrayEntry]:
         # The frame is all that remains of the text without digest, key and path.
         before, _, digest = text.partition('"digests":["')
         digest, between = digest[: 2 * DIGEST_NBYTES], digest[2 * DIGEST_NBYTES :]
+        if not between.startswith('"]'):  # no digest, or several
+            yield array_of(loads('{"chunk":' + text + "}"))
+            continue
         between, _, key = between.partition('"key":"')
         key, _, after = key.partition('"')
         after, has_path, path = after.partition('"path":')
@@ -86,7 +96,7 @@ def arrays_of(texts: Iterable[str]) -> Iterator[ArrayEntry]:
         if like is None:
             entry = array_of(loads('{"chunk":' + text + "}"))
             if frame not in known:
-                known[frame] = entry if _is_as_written(entry, text) else None
+                known[frame] = entry if _is_plain(key) and _is_as_written(entry, text) else None
             yield entry
             continue
         found = bytes.fromhex(digest)
@@ -98,9 +108,9 @@ def arrays_of(texts: Iterable[str]) -> Iterator[ArrayEntry]:
 
 
 def _is_as_written(entry: ArrayEntry, text: str) -> bool:
-    """Tell whether a record of one chunk has no other fields, order or spelling than that which is written here."""
+    """Tell whether a record has no other fields, order or spelling than that which is written here."""
     frame = frame_of(entry.spec, entry.layout, entry.path, entry.codec)
-    return len(entry.digests) == DIGEST_NBYTES and array_text(entry, frame) == '{"chunk":' + text + "}"
+    return array_text(entry, frame) == '{"chunk":' + text + "}"
 
 
 def _is_plain(text: str) -> bool:
@@ -190,10 +200,6 @@ def _layout(
         return None
     check_codecs(codecs)
     return Layout(ownership, chunk, codecs, stored)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def whole_number(value: Any) -> int:

@@ -176,8 +176,8 @@ def _placed(record: dict[str, Any], entry: Any) -> dict[str, Any]:
 def _parse(data: bytes) -> Manifest:
     with suppress(*_UNREADABLE):  # what is wrong shows when all of it is parsed
         split = split_arrays(data.decode())
-        if split is not None and (document := loads(split[0]))["arrays"] == []:
-            return _manifest_of(document, arrays_of(split[1]))
+        if split is not None:
+            return _manifest_of(split[0], arrays_of(split[1]))
     return _manifest_of(loads(data))
 
 

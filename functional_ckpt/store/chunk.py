@@ -157,7 +157,7 @@ def read_chunk(store: Store, spec: ArraySpec, layout: Layout, index: tuple[int, 
         data = store.read(name, layout.chunk_nbytes if raw else encoded_limit(layout))
     except StorageError as error:
         raise located(error, spec, layout, index) from error.__cause__
-    if data is None or (raw and len(data) < layout.chunk_nbytes):
+    if data is None or (raw and len(data) != layout.chunk_nbytes):
         raise _bad_size(spec, layout, index, None if data is None else len(data))
     if not raw:
         from functional_ckpt.store.zarr import decode_chunk

@@ -56,7 +56,7 @@ def check_needed(plan: LoadPlan, store: Store, absent: Collection[str] | None = 
     rows: list[int] = runs(array, chunk)[0].tolist()
     if store.capabilities.sized:
         files, forms = plan.derived(_files), plan.derived(_forms)
-        rows = [row for row in rows if not is_there(store, files[row], forms[row].nbytes)]
+        rows = [row for row in rows if not (forms[row].is_plain and is_there(store, files[row], forms[row].nbytes))]
     needed = ((entry := plan.entries[array[row]], entry.grid.index(int(chunk[row]))) for row in rows)
     return list(check_chunks(store, needed, absent))
 
@@ -100,8 +100,8 @@ class _Form:
     """What a piece of a chunk is like: thousands of pieces, of arrays of one shape, have one in common.
 
     Region `box` of the array is all of chunk `index` if `is_whole`, and `region` of the fragment `target`, which has
-    a `shape`. If it `is_stored_so`, the chunk's file begins with the bytes of the region, in C order. The chunk has
-    `nbytes`, without codecs; of a small plain one without padding `cells` are where the region is in its file.
+    a `shape`. If it `is_stored_so`, the chunk's file begins with the bytes of the region, in C order. If the chunk
+    `is_plain`, its file has `nbytes`; of a small one without padding `cells` are where the region is in these.
     """
 
     index: tuple[int, ...]
@@ -112,6 +112,7 @@ class _Form:
     region: tuple[Any, ...]
     is_whole: bool
     is_stored_so: bool
+    is_plain: bool
     nbytes: int
     cells: _Cells | None
 
@@ -128,7 +129,7 @@ class _Form:
         has_cells = is_plain and nbytes <= SMALL_CHUNK_NBYTES and chunk.shape == entry.layout.chunk
         cells = _cells(numpy_dtype(entry.spec.dtype), chunk, box) if has_cells else None
         name, shape = chunk_name(index), target.shape
-        return cls(index, name, box, target, shape, region, box == chunk, is_stored_so, nbytes, cells)
+        return cls(index, name, box, target, shape, region, box == chunk, is_stored_so, is_plain, nbytes, cells)
 
 
 def _cells(dtype: np.dtype[Any], chunk: Box, box: Box) -> _Cells:

@@ -29,7 +29,7 @@ def read_fully(file: int, name: str, start: int, into: memoryview, each: OnBlock
 def read_small(file: int, nbytes: int) -> bytes | None:
     """Return the bytes of a file if it has just so many, and not above `SMALL_NBYTES`; else None, for a closer look.
 
-    The system is not asked for the size of the file first.
+    The system is not asked for size and kind of the file first: what is read is checked against a digest.
     """
     if not 0 < nbytes <= SMALL_NBYTES:
         return None

@@ -58,6 +58,8 @@ class TorchLeaves:
             return Target.of(_held_shards(key, leaf, leaf.data), rank, leaf)
         if isinstance(leaf, OpaqueObject):
             raise SpecError("the checkpoint has an array, `like` an object", key, remedy="Put a tensor in its place")
+        if type(leaf) not in PLAIN_TYPES and not isinstance(leaf, DTensor):
+            _check_type(key, leaf)  # a subclass may be a plain tensor once it is detached
         local = _local(leaf)
         found = host_memory(key, local)
         if found is None:
