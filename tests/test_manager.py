@@ -189,6 +189,10 @@ def test_arguments_that_cannot_be(tmp_path):
     save(at(1), tmp_path / "one", policy=FAST)
     with pytest.raises(PolicyError, match="itself a checkpoint"):
         Checkpoints(tmp_path / "one")
+    (tmp_path / "train.py").touch()
+    for path in (tmp_path / "train.py", tmp_path / "train.py/steps"):
+        with pytest.raises(PolicyError, match=r"is a file: path .*train\.py"):
+            Checkpoints(path)
 
 
 # ---- In the background ---------------------------------------------------------------------------

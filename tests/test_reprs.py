@@ -1,6 +1,7 @@
 """What a person sees who types a name into a shell or a notebook: short, and nothing that a key can steer."""
 
 from html.parser import HTMLParser
+from threading import Event
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from functional_ckpt.plan.manifest import ArrayEntry, Manifest
 from functional_ckpt.show.html import tree_html
 from functional_ckpt.show.outline import Leaf, outline
 from functional_ckpt.spec.array import ArraySpec
+from functional_ckpt.store.files import FileStore
 
 FAST = fc.SavePolicy(durability="none")
 VOID = {"br", "hr", "img"}
@@ -55,6 +57,32 @@ def test_a_checkpoint_and_its_arrays_are_short(tmp_path):
     summary = "1 array, 6 parameters, 24 B in 1 chunk, 1 value"
     assert repr(checkpoint) == f"Checkpoint({str(tmp_path / 'c')!r}, {summary})"
     assert repr(checkpoint["w"]) == "StoredArray('w', (2, 3), float32, 24 B in 1 chunk)"
+
+
+def test_a_pending_save_tells_its_phase_and_how_it_ended(tmp_path, monkeypatch):
+    begun, go_on, real = Event(), Event(), FileStore.create
+
+    def create(*arguments, **options):
+        begun.set()
+        assert go_on.wait(60)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(FileStore, "create", create)
+    pending = fc.async_save({"w": np.ones(3)}, tmp_path / "c", policy=FAST)
+    assert begun.wait(60)
+    assert repr(pending) == "PendingSave(write, 0%)"
+    go_on.set()
+    pending.result(60)
+    assert repr(pending) == "PendingSave(published)"
+
+    def refuse(*arguments, **options):
+        raise fc.errors.StorageError("no room")
+
+    monkeypatch.setattr(FileStore, "create", refuse)
+    pending = fc.async_save({"w": np.ones(3)}, tmp_path / "d", policy=FAST)
+    with pytest.raises(fc.errors.StorageError):
+        pending.result(60)
+    assert repr(pending) == "PendingSave(failed: StorageError)"
 
 
 def test_a_notebook_gets_a_tree_that_opens(tmp_path):

@@ -48,6 +48,14 @@ class PendingSave:
         self._tracker = tracker
         self._was_asked = False
 
+    def __repr__(self) -> str:
+        """Return the phase and its share that is done, or how the save has ended."""
+        if not self.done():
+            now = self.progress()
+            return f"PendingSave({now.phase}, {now.fraction:.0%})"
+        error = self._future.exception()
+        return f"PendingSave({'published' if error is None else f'failed: {type(error).__name__}'})"
+
     def done(self) -> bool:
         """Tell whether the save has been published or has failed."""
         return self._future.done()

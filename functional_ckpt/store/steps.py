@@ -297,7 +297,19 @@ def sweep_steps(root: str | os.PathLike[str], access: StorePolicy = StorePolicy(
 
 
 def check_root(root: str | os.PathLike[str], access: StorePolicy = StorePolicy()) -> None:
-    """Raise `PolicyError` if `root` is itself a checkpoint: no steps are looked for in one."""
+    """Raise `PolicyError` if `root` is a file, or itself a checkpoint: no steps are looked for in one."""
+    directory = directory_of(root)
+    with storage_errors("looking at", os.fspath(root)):
+        above = () if directory is None else (directory, *directory.parents)
+        there = next((each for each in above if each.exists()), None)
+        is_file = there is not None and not there.is_dir()
+    if is_file:
+        raise PolicyError(
+            "the directory of a run's steps is a file",
+            path=str(there),
+            expected="a directory, or nothing yet",
+            remedy="Pass another path",
+        )
     store = open_store(root, access=access)
     if store.nbytes_of(ROOT) is not None:
         raise PolicyError(
