@@ -85,32 +85,33 @@ def arrays_of(texts: Iterable[str]) -> Iterator[ArrayEntry]:
         before, _, digest = text.partition('"digests":["')
         digest, between = digest[: 2 * DIGEST_NBYTES], digest[2 * DIGEST_NBYTES :]
         if not between.startswith('"]'):  # no digest, or several
-            yield array_of(loads('{"chunk":' + text + "}"))
+            yield array_of(loads(_record(text)))
             continue
         between, _, key = between.partition('"key":"')
         key, _, after = key.partition('"')
         after, has_path, path = after.partition('"path":')
         path, _, shape = path.partition(',"shape":')
         frame = before, between, after, has_path, shape
-        like = known.get(frame)
-        if like is None:
-            entry = array_of(loads('{"chunk":' + text + "}"))
+        like, found = known.get(frame), bytes.fromhex(digest)
+        if like is None or len(found) != DIGEST_NBYTES or not _is_plain(key):
+            entry = array_of(loads(_record(text)))
             if frame not in known:
                 known[frame] = entry if _is_plain(key) and _is_as_written(entry, text) else None
             yield entry
-            continue
-        found = bytes.fromhex(digest)
-        if len(found) != DIGEST_NBYTES or not _is_plain(key):
-            yield array_of(loads('{"chunk":' + text + "}"))
             continue
         spec = known_spec(key, like.spec.shape, like.spec.dtype)
         yield ArrayEntry(spec, like.layout, found, _path_in(path) if has_path else _told(key), like.codec)
 
 
+def _record(text: str) -> str:
+    """Return the whole text of a record that `split_arrays` has cut."""
+    return '{"chunk":' + text + "}"
+
+
 def _is_as_written(entry: ArrayEntry, text: str) -> bool:
     """Tell whether a record has no other fields, order or spelling than that which is written here."""
     frame = frame_of(entry.spec, entry.layout, entry.path, entry.codec)
-    return array_text(entry, frame) == '{"chunk":' + text + "}"
+    return array_text(entry, frame) == _record(text)
 
 
 def _is_plain(text: str) -> bool:

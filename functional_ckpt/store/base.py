@@ -13,6 +13,7 @@ __all__ = [
     "BLOCK_NBYTES",
     "METADATA_NBYTES",
     "PAGE_NBYTES",
+    "SMALL_CHUNK_NBYTES",
     "UNSIZED",
     "Capabilities",
     "OnBlock",
@@ -29,6 +30,9 @@ OnBlock: TypeAlias = Callable[[memoryview], object]
 #: Bytes are written and digested in blocks of this size, so that the digest reads them from the processor's cache
 #: (measured: 33 GB/s; from memory 11).
 BLOCK_NBYTES = 2**20
+
+#: A chunk of up to so many bytes is read whole, by one call, even if only a piece is wanted.
+SMALL_CHUNK_NBYTES = 64 * 2**10
 
 #: Default limit of an object that is read whole: a root with the consolidated metadata of a million arrays has 0.6 GB,
 #: their manifest 0.2. A larger object is damaged, or was made to exhaust memory.

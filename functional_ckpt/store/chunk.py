@@ -11,7 +11,7 @@ from functional_ckpt.plan.layout import ArrayPlan, ChunkGrid, Layout
 from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.array import ArraySpec
 from functional_ckpt.spec.box import Box
-from functional_ckpt.store.base import BLOCK_NBYTES, UNSIZED, Store
+from functional_ckpt.store.base import BLOCK_NBYTES, SMALL_CHUNK_NBYTES, UNSIZED, Store
 from functional_ckpt.store.encoding import (
     Array,
     array_metadata,
@@ -27,7 +27,6 @@ from functional_ckpt.store.encoding import (
 from functional_ckpt.store.work import at_once
 
 __all__ = [
-    "SMALL_CHUNK_NBYTES",
     "absent_chunks",
     "check_chunk",
     "check_chunks",
@@ -46,9 +45,6 @@ __all__ = [
     "write_header",
     "write_plain",
 ]
-
-#: A chunk of up to so many bytes is read whole even if only a piece is wanted.
-SMALL_CHUNK_NBYTES = 64 * 2**10
 
 
 def check_chunk(store: Store, entry: ArrayEntry | ArrayPlan, index: tuple[int, ...]) -> StorageError | None:

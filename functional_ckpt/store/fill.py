@@ -21,10 +21,9 @@ from functional_ckpt.plan.manifest import ArrayEntry
 from functional_ckpt.spec.box import Box
 from functional_ckpt.spec.columns import row_keys, runs
 from functional_ckpt.spec.table import unpadded
-from functional_ckpt.store.base import BLOCK_NBYTES, Store
+from functional_ckpt.store.base import BLOCK_NBYTES, SMALL_CHUNK_NBYTES, Store
 from functional_ckpt.store.buffer import WHOLE, Buffer, region_of
 from functional_ckpt.store.chunk import (
-    SMALL_CHUNK_NBYTES,
     check_chunks,
     check_digest,
     decoding_nbytes,

@@ -4,12 +4,9 @@ import os
 from collections.abc import Sequence
 
 from functional_ckpt.errors import CorruptionError
-from functional_ckpt.store.base import BLOCK_NBYTES, OnBlock
+from functional_ckpt.store.base import BLOCK_NBYTES, SMALL_CHUNK_NBYTES, OnBlock
 
-__all__ = ["SMALL_NBYTES", "fill", "read_fully", "read_small"]
-
-#: The most bytes that `read_small` reads.
-SMALL_NBYTES = 64 * 2**10
+__all__ = ["fill", "read_fully", "read_small"]
 
 
 def read_fully(file: int, name: str, start: int, into: memoryview, each: OnBlock | None = None) -> None:
@@ -27,11 +24,11 @@ def read_fully(file: int, name: str, start: int, into: memoryview, each: OnBlock
 
 
 def read_small(file: int, nbytes: int) -> bytes | None:
-    """Return the bytes of a file if it has just so many, and not above `SMALL_NBYTES`; else None, for a closer look.
+    """Return the bytes of a file if it has just so many, at most `SMALL_CHUNK_NBYTES`; else None, for a closer look.
 
     The system is not asked for size and kind of the file first: what is read is checked against a digest.
     """
-    if not 0 < nbytes <= SMALL_NBYTES:
+    if not 0 < nbytes <= SMALL_CHUNK_NBYTES:
         return None
     try:
         data = os.read(file, nbytes + 1)
